@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,17 +24,13 @@ from focus_exp.checks import parse
 from focus_exp.cli import explain_error, help_text, order_arguments, quote_override
 from focus_exp.config import JOBS, Config, conf_dir, register_schemas
 from focus_exp.errors import EXTRAS, Interrupted, JobFailed, UserError, first_line, not_installed
-from focus_exp.launcher import check_launcher, quiet_unless_main, requeue_if_stopped, stoppable
+from focus_exp.launcher import quiet_unless_main, requeue_if_stopped, stoppable
 
-# limits of the system that a write meets -> what to do
-LIMITS = {
-    errno.ENOSPC: "Free some space",
-    errno.EDQUOT: "Free some space of your quota",
-    errno.EFBIG: "Raise the limit of a file's size (ulimit -f)",
-    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "Raise the limit of open files (ulimit -n)",
-}
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+# errors of the system that a write meets
+WRITE_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE),
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST),
+)
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of the GPU, of the machine
 
 
@@ -91,7 +86,6 @@ def run_command() -> None:
     launcher = next((argument for argument in arguments if argument.startswith("hydra/launcher=")), None)
     if launcher and not is_sweep:
         raise UserError(f"{launcher} must be typed with -m, also for one job.")
-    check_launcher()
     sys.argv[1:] = [quote_override(argument, is_sweep) for argument in arguments]
     try:
         run_job()
@@ -137,17 +131,13 @@ def catch_errors(work: Callable[[], None]) -> Exit:
             "memory of a command."
         )
     except OSError as error:
-        if error.errno not in (*LIMITS, *READ_ONLY) and not is_from_mkdir(error):
+        if error.errno not in WRITE_ERRORS:
             raise
-        fix = LIMITS.get(error.errno or 0, "Choose a writable folder with runs_dir= or cache_dir=")
-        place = error.filename or "to disk"
-        return fail(f"cannot write {place}: {error.strerror}. {fix}, then re-run the same command to resume.")
+        return fail(
+            f"cannot write {error.filename or 'to disk'}: {error.strerror}. Free some space, raise the limit "
+            "(ulimit -a), or choose another folder with runs_dir= or cache_dir=, then re-run to resume."
+        )
     return Exit()
-
-
-def is_from_mkdir(error: OSError) -> bool:
-    """Return whether a folder could not be created, for which some systems give ENOENT."""
-    return traceback.extract_tb(error.__traceback__)[-1].name in ("mkdir", "makedirs")
 
 
 def fail(message: str) -> Exit:

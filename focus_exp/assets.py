@@ -26,7 +26,7 @@ from focus_exp.storage import atomic_write, file_lock, remove_stale_temp
 class Provenance:
     """Requested and used asset, for records.
 
-    source: local, hub_cache, hub, embedded or random. substitution: why something else was used, in one sentence.
+    source: local, hub, embedded or random. substitution: why something else was used, in one sentence.
     """
 
     requested: str
@@ -118,39 +118,13 @@ def probe_hub(timeout: float) -> bool:
         return False
 
 
-def choose_source(policy: str, name: str, cached: Callable[[], bool], replaceable: bool = True) -> str:
-    """Choose where the Hub asset `name` comes from under the policy auto, hub or embedded.
-
-    Args:
-        cached: whether the local cache has a complete copy.
-        replaceable: whether the policy auto may use an embedded substitute; False for a user's own model or text.
-
-    Returns:
-        hub_cache, hub or embedded.
-
-    Raises:
-        UserError: it is unavailable.
-    """
-    if policy == "embedded":
-        return "embedded"
-    if cached():
-        return "hub_cache"
-    if hub_reachable():
-        return "hub"
-    if policy == "hub" or not replaceable:
-        reason = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else ""
-        raise UserError(
-            f"{name}: the Hugging Face Hub cannot be reached{reason} and its cache has no complete copy.\n"
-            "Copy it into the folder HF_HOME, or use the embedded substitute with assets=embedded."
-        )
-    return "embedded"
-
-
 def uses_embedded(policy: str, kind: str, repo_id: str, replaceable: bool) -> bool:
-    """Return whether an embedded substitute stands in for a hub repository, without loading either.
+    """Return whether an embedded substitute stands in for a Hub repository.
 
     Args:
+        policy: auto (if the Hub cannot be reached and its cache has nothing), hub (never) or embedded (always).
         kind: `models` or `datasets`.
+        replaceable: whether auto may use a substitute; False for a user's own model or text.
     """
     if policy == "hub" or (policy == "auto" and not replaceable):
         return False

@@ -22,17 +22,11 @@ from focus_exp.config import ATTENTION, GROUPS, JOBS, Config, conf_dir, shipped
 from focus_exp.errors import UserError, first_line
 from focus_exp.renames import renamed_key_reason
 
-# Hydra's options, without and with a value
-FLAGS = {
-    *("-h", "--help", "--hydra-help", "--version", "-r", "--run", "-m", "--multirun", "--resolve"),
-    *("-sc", "--shell-completion"),
-}
-VALUED = {
+# Hydra's options with a value
+VALUED = (
     *("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"),
-    "--experimental-rerun",
-}
-INFO, TOPICS = {"-i", "--info"}, {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
-COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")
+    *("--info", "--experimental-rerun"),
+)
 
 
 def order_arguments(arguments: list[str]) -> list[str]:
@@ -44,18 +38,16 @@ def order_arguments(arguments: list[str]) -> list[str]:
     options, settings, rest = list[str](), list[str](), deque(arguments)
     while rest:
         argument = rest.popleft()
-        name, _, value = argument.partition("=")
+        name, equals, value = argument.partition("=")
         if not argument.startswith("-"):
             check_setting(argument)
             settings.append(argument)
-            continue
-        if name not in FLAGS | VALUED | INFO:
-            raise UserError(f"{name} is not an option. Type {name.lstrip('-')}={value or '...'}, without dashes.")
-        options.append(argument)
-        if rest and (argument in VALUED or (argument in INFO and rest[0] in TOPICS)):
-            options.append(rest.popleft())
-    if {"-sc", "--shell-completion"} & set(options) and not any(map(COMPLETION.fullmatch, settings)):
-        raise UserError("--shell-completion must have a shell. Type install=bash, install=zsh or install=fish.")
+        elif equals and name not in VALUED:
+            raise UserError(f"{name} is not an option. Type {name.lstrip('-')}={value}, without dashes.")
+        else:
+            options.append(argument)
+            if rest and argument in VALUED:
+                options.append(rest.popleft())
     return [*options, *settings]
 
 
@@ -178,55 +170,40 @@ focus_exp: learned sparse attention for frozen language models
 
 
 def help_text(arguments: list[str]) -> str:
-    """Return the help that ordered arguments ask for: one screen, or the files of the choices among them.
+    """Return the help that arguments ask for: one screen, or the files of the choices among them.
 
     Raises:
         UserError: for a choice that does not exist.
     """
-    folders = [Path(conf_dir())]
-    choices = []
-    for option, argument in zip(["", *arguments], arguments, strict=False):
-        key, equals, value = argument.partition("=")
-        if (key in ("-cd", "--config-dir") and equals) or option in ("-cd", "--config-dir"):
-            folders.insert(0, Path(value or argument))
-        elif equals and not key.startswith("-"):
-            choices.append((key.lstrip("+"), value))
-    if not folders[0].is_dir():
-        raise UserError(f"--config-dir must be a folder (got {folders[0]}).")
-    if not choices:
-        return SCREEN.format(choices=list_choices(folders))
-    return "\n".join(describe_choice(group, name, folders) for group, name in choices)
-
-
-def list_choices(folders: list[Path]) -> str:
-    choices = {"job": list(JOBS), "+experiment": find_choices("experiment", folders)}
-    choices |= {group: find_choices(group, folders) for group in HELP_GROUPS}
+    choices = [a.lstrip("+").split("=", 1) for a in arguments if "=" in a and not a.startswith("-")]
+    if choices:
+        return "\n".join(describe_choice(group, name) for group, name in choices)
+    names = {"job": list(JOBS), "+experiment": find_choices("experiment")}
+    names |= {group: find_choices(group) for group in HELP_GROUPS}
     lines = (
-        fill(", ".join(names), 100, initial_indent=f"  {group + '=':<13}", subsequent_indent=" " * 15)
-        for group, names in choices.items()
+        fill(", ".join(values), 100, initial_indent=f"  {group + '=':<13}", subsequent_indent=" " * 15)
+        for group, values in names.items()
     )
-    return "\n".join(lines)
+    return SCREEN.format(choices="\n".join(lines))
 
 
-def find_choices(group: str, folders: list[Path]) -> list[str]:
-    return sorted({path.stem for conf in folders for path in (conf / group).glob("*.yaml")} - {"base"})
+def find_choices(group: str) -> list[str]:
+    return sorted(path.stem for path in Path(conf_dir(), group).glob("*.yaml") if path.stem != "base")
 
 
-def describe_choice(group: str, name: str, folders: list[Path]) -> str:
+def describe_choice(group: str, name: str) -> str:
     """Return a job's docstring, or the YAML file of a choice and that of all keys of its group."""
-    names = list(JOBS) if group == "job" else find_choices(group, folders)
+    names = list(JOBS) if group == "job" else find_choices(group)
     if not names:
         raise UserError(f"--help must have a job, an experiment or a choice of a group (got {group}={name}).")
     if name not in names:
         raise UserError(f"{group} must be an existing choice (got {name}){did_you_mean(name, names)}")
     if group == "job":
-        source = Path(__file__).with_name("jobs") / f"{JOBS[name]}.py"
-        functions = [
-            node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)
-        ]
-        (function,) = (function for function in functions if function.name == name)
+        source = Path(__file__).with_name("jobs") / f"{JOBS[name]}.py"  # not imported: torch takes seconds
+        nodes = ast.parse(source.read_text(encoding="utf-8")).body
+        (function,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
         return f"job={name}: {ast.get_docstring(function)}\n"
-    files = [path for stem in (name, "base") for conf in folders if (path := conf / group / f"{stem}.yaml").is_file()]
+    files = [path for stem in (name, "base") if (path := Path(conf_dir(), group, f"{stem}.yaml")).is_file()]
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
 
@@ -251,10 +228,6 @@ MESSAGES = {
     r"Value '(?P<value>[\s\S]*)' of type '\w+' could not be converted to (?P<kind>\w+)\s+full_key: (?P<key>\S+)": (
         "{key} must be {kind} (got {value})"
     ),
-    r"Cannot find primary config '(?P<name>[^']+)'": (
-        "--config-name must be left out (got {name}). Type +experiment=<name>, or --config-dir=<folder> for your files."
-    ),
-    r"Additional config directory '(?P<folder>[^']+)' not found": "--config-dir must be a folder (got {folder}).",
     r"launcher/submitit_slurm": "hydra/launcher=slurm needs hydra-submitit-launcher: pip install 'focus_exp[slurm]'",
     r"launcher/joblib": "hydra/launcher=joblib needs hydra-joblib-launcher: pip install 'focus_exp[sweeps]'",
     r"Could not find 'variant/(?P<name>[^']+)'": (

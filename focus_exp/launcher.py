@@ -1,4 +1,4 @@
-"""Checks and clean stops of processes that torchrun, srun or submitit started."""
+"""Clean stops of processes that torchrun, srun or submitit started."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from focus_exp.errors import STOP_SIGNALS, Interrupted, UserError
+from focus_exp.errors import STOP_SIGNALS, Interrupted
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST")
-NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", *SRUN[:-1])
 KILL_WAIT = 600.0  # seconds in which SLURM kills a job that it has sent TERM
 
 
@@ -60,18 +57,3 @@ def quiet_unless_main() -> Iterator[None]:
 def is_requeued() -> bool:
     """Return whether SLURM started this job before."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-
-
-def check_launcher() -> None:
-    """Raise UserError if the variables of torchrun or srun are incomplete or not integers."""
-    env = os.environ
-    for name in NUMBERS:
-        if not env.get(name, "0").isdecimal():
-            raise UserError(f"{name} must be an integer (got {env[name]!r}). Start with torchrun or srun, or unset it.")
-    is_srun = int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-    is_torchrun = "RANK" in env or (int(env.get("WORLD_SIZE", "1")) > 1 and not is_srun)
-    launcher, names = ("torchrun", TORCHRUN) if is_torchrun else ("srun", SRUN)
-    if (is_torchrun or is_srun) and (missing := [name for name in names if name not in env]):
-        raise UserError(f"{launcher} must set {', '.join(missing)} (not set). Start with {launcher}.")
-    if is_torchrun and int(env["RANK"]) >= int(env["WORLD_SIZE"]):
-        raise UserError(f"RANK must be < WORLD_SIZE={env['WORLD_SIZE']} (got {env['RANK']}). Start with torchrun.")

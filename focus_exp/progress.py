@@ -12,32 +12,12 @@ LOG_SECONDS = 60.0
 
 
 class ProgressBar(tqdm):
-    """tqdm whose bar disappears at the end, unless `leave`.
-
-    If stderr is not a terminal, such as a SLURM log, it writes whole lines, one per `LOG_SECONDS`, and none for
-    shorter work. Only the first process of a run writes.
-    """
+    """tqdm of the first process; in a log, such as SLURM's, it writes once a minute, and nothing of shorter work."""
 
     def __init__(self, *args: Any, leave: bool = False, **settings: Any) -> None:
-        self.logged = not sys.stderr.isatty()
-        if self.logged:
-            # miniters: else tqdm's monitor writes in between
+        is_log = not sys.stderr.isatty()
+        if is_log:
             settings |= {"mininterval": LOG_SECONDS, "miniters": 1, "delay": LOG_SECONDS}
         if os.environ.get("RANK", "0") != "0":
             settings["disable"] = True
-        super().__init__(*args, leave=leave and not self.logged, dynamic_ncols=not self.logged, **settings)
-        self.closing_line = self.logged and leave and not self.disable
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        if not self.logged:
-            return bool(super().display(msg, pos))
-        if msg is None:
-            self.fp.write(f"{self}\n")
-            self.fp.flush()
-        return False
-
-    def close(self) -> None:
-        if self.closing_line:
-            self.closing_line = False
-            self.display()
-        super().close()
+        super().__init__(*args, leave=leave and not is_log, dynamic_ncols=not is_log, **settings)

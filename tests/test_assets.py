@@ -18,7 +18,6 @@ from focus_exp.assets import (
     Package,
     build_once,
     cache_root,
-    choose_source,
     fetch_package,
     find_adapter,
 )
@@ -45,7 +44,8 @@ def load(cfg, tmp_path, policy="auto", seed=0, dtype=torch.float32, **options):
 
 @pytest.fixture
 def unreachable(monkeypatch, tmp_path):
-    monkeypatch.setattr(assets, "hub_reachable", lambda: False)
+    for module in ("assets", "models.load"):
+        monkeypatch.setattr(f"focus_exp.{module}.hub_reachable", lambda: False)
     tiny = load(ModelConfig(name="tiny", architecture=TINY), tmp_path)
     tiny.model.save_pretrained(tmp_path / "stub")
     tiny.tokenizer.save_pretrained(tmp_path / "stub")
@@ -102,13 +102,6 @@ def test_load_model_bad_architecture_raises(tmp_path, change, message):
         load(ModelConfig(name="tiny", architecture={**TINY, **change}), tmp_path)
 
 
-def test_choose_source_follows_the_policy(monkeypatch):
-    monkeypatch.setattr(assets, "hub_reachable", lambda: True)
-    assert choose_source("auto", "x", lambda: True) == "hub_cache"
-    assert choose_source("auto", "x", lambda: False) == choose_source("hub", "x", lambda: False) == "hub"
-    assert choose_source("embedded", "x", lambda: True) == "embedded"
-
-
 def test_load_model_unreachable_hub_names_the_substitute(unreachable, tmp_path):
     loaded = load(ModelConfig(name="gpt2", hub_id=GPT2), tmp_path)
     assert loaded.provenance.source == "embedded" and loaded.provenance.requested == GPT2
@@ -144,7 +137,7 @@ def test_load_model_local_folder_must_exist(unreachable, tmp_path):
 
 
 def test_load_model_unknown_hub_model_raises(monkeypatch, tmp_path):
-    monkeypatch.setattr(assets, "hub_reachable", lambda: True)
+    monkeypatch.setattr("focus_exp.models.load.hub_reachable", lambda: True)
 
     def not_found(*_, **__):
         raise OSError("Repository Not Found\nlong explanation")

@@ -21,7 +21,7 @@ from running import attention_of
 from tiny_architectures import tiny_model as architecture
 from tokenizers.processors import TemplateProcessing
 
-from focus_exp import attach, disable_method, set_routing
+from focus_exp import assets, attach, disable_method, set_routing
 from focus_exp import config as schema
 from focus_exp.assets import cache_root
 from focus_exp.checks import check_tasks
@@ -584,15 +584,15 @@ def test_check_tasks_refuses_impossible_names(names):
     assert reasons(["piqa", "passkey", "passkey@64", "perplexity@64"]) == []
 
 
-@pytest.mark.parametrize("origin", ["hub", "hub_cache"])
-def test_datasets_of_the_hub_are_read_from_there(monkeypatch, embedded, origin):
+def test_datasets_of_the_hub_are_read_from_there(monkeypatch, embedded):
     calls = []
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name, **options: calls.append((path, name, options)))
-    monkeypatch.setattr(lm_eval_harness, "choose_source", lambda policy, name, cached: origin)
+    monkeypatch.setattr(assets, "hub_reachable", lambda: True)
+    monkeypatch.setattr(lm_eval_harness, "hub_reachable", lambda: True)
     before = datasets.load_dataset
     with lm_eval_harness.redirect_datasets("auto", embedded) as sources:
         datasets.load_dataset(path="cais/mmlu", name="anatomy", revision="x")
-    assert (calls, sources) == ([("cais/mmlu", "anatomy", {"revision": "x"})], [f"cais/mmlu ({origin})"])
+    assert (calls, sources) == ([("cais/mmlu", "anatomy", {"revision": "x"})], ["cais/mmlu (hub)"])
     assert datasets.load_dataset is before
 
 

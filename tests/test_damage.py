@@ -1,6 +1,5 @@
 """Damaged weights are refused, and damaged caches are rebuilt."""
 
-import json
 import shutil
 
 import numpy as np
@@ -12,9 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from focus_exp.config import DataConfig
 from focus_exp.data import load_corpus
-from focus_exp.models import load as load_module
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.storage import replace_file
 
 STEPS = router_steps(1)
 
@@ -99,27 +96,3 @@ def test_damaged_token_cache_is_rebuilt(tmp_path, capsys, name):
     assert path.read_bytes() == content and again.provenance == before.provenance
     assert np.array_equal(again.train.tokens, tokens) and load().test.documents == before.test.documents
     assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("files", "complete"),
-    [
-        (["model.safetensors"], True),
-        (["pytorch_model.bin"], True),
-        (["pytorch_model.bin.index.json", "a.bin", "b.bin"], True),
-        (["model.safetensors.index.json", "a.bin", "b.bin"], True),
-        (["pytorch_model.bin.index.json", "a.bin"], False),
-        (["model.safetensors.index.json", "pytorch_model.bin"], True),
-        ([], False),
-    ],
-)
-def test_cached_revision_needs_all_shards(tmp_path, monkeypatch, files, complete):
-    place = tmp_path / "snapshots" / "c0ffee"
-    for name in ("config.json", *files):
-        replace_file(place / name, json.dumps({"weight_map": {"x": "a.bin", "y": "b.bin", "z": "a.bin"}}).encode())
-    monkeypatch.setattr(load_module, "snapshot_download", lambda *_, **__: str(place))
-    assert load_module.find_snapshot("owner/model", None, "") == (place if complete else None)
-    for index in place.glob("*.index.json"):
-        index.write_text("{")
-        expected = place if "pytorch_model.bin" in files else None
-        assert load_module.find_snapshot("owner/model", None, "") == expected

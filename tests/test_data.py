@@ -362,11 +362,11 @@ def test_write_stream_blank_document_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), ByT5Tokenizer()], ids=["fast", "python"])
-def test_write_stream_strings_of_special_tokens_are_counted(tmp_path, tokenizer):
+def test_write_stream_splits_strings_of_special_tokens_on_request(tmp_path, tokenizer):
     end = tokenizer.eos_token
     documents = [("first", f"a{end}b{end}"), ("last", "plain é <unk>")]
-    assert write_stream(tmp_path, "train", documents, tokenizer, None) == 2
-    assert write_stream(tmp_path, "test", documents, tokenizer, None, split_special_tokens=True) == 0
+    write_stream(tmp_path, "train", documents, tokenizer, None)
+    write_stream(tmp_path, "test", documents, tokenizer, None, split_special_tokens=True)
     merged, split = (read_stream(tmp_path, name, name).tokens.tolist() for name in ("train", "test"))
     assert (merged.count(tokenizer.eos_token_id), split.count(tokenizer.eos_token_id)) == (4, 2)
 
@@ -415,14 +415,14 @@ def test_join_articles_joins_rows_at_titles():
 
 def test_load_corpus_unreachable_hub_uses_books_for_shipped_data(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "hub_reachable", lambda: False)
-    monkeypatch.setattr(corpus, "is_dataset_cached", lambda cfg: False)
+    monkeypatch.setattr(corpus, "hub_reachable", lambda: False)
     books = replace(EMBEDDED["books"], read=lambda cache, split: [(split, f"text of {split} " * 10)])
     monkeypatch.setitem(EMBEDDED, "books", books)
     shipped = replace(HUB, hub_id="emozilla/pg19")
     found = load(shipped, tmp_path).provenance
     assert found.source == "embedded" and found.requested == "emozilla/pg19"
     assert "emozilla/pg19: the Hugging Face hub cannot be reached" in str(found.substitution)
-    with pytest.raises(UserError, match="HF_HOME"):
+    with pytest.raises(UserError, match="assets=embedded"):
         load(shipped, tmp_path, "hub")
     with pytest.raises(UserError, match="owner/texts"):  # a user's own is not replaced
         load(HUB, tmp_path)

@@ -156,13 +156,6 @@ def test_file_size_limit_is_refused_and_resumed_without(folder, undisturbed):
     assert_recovers(folder, "file-size", arguments, undisturbed)
 
 
-@pytest.mark.parametrize(
-    "variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "zero", "WORLD_SIZE": "2"}], ids=str
-)
-def test_partial_launcher_environment_is_refused(folder, variables):
-    assert_refused(launch(command(folder, "variables"), variables=variables))
-
-
 @pytest.mark.parametrize("name", ["br[1]", "caf\u00e9 {a,b}", "it's #1 (x=y)"])
 def test_special_characters_in_a_path_are_literal(folder, undisturbed, name):
     texts, other = folder / name, folder / "br1"

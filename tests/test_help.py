@@ -79,12 +79,3 @@ def test_help_of_a_choice_prints_its_file_and_every_key():
 @pytest.mark.parametrize("job", JOBS)
 def test_help_of_a_job_prints_what_it_does(job):
     assert run("--help", f"job={job}").out.startswith(f"job={job}: ")
-
-
-@pytest.mark.parametrize("option", ["--config-dir={}", "--config-dir {}", "-cd {}"])
-def test_help_lists_and_prints_choices_of_config_dir(tmp_path, option):
-    (tmp_path / "attention").mkdir()
-    (tmp_path / "attention" / "narrow.yaml").write_text("# Sixteen back\ndefaults: [focus, _self_]\nwindow: 16\n")
-    arguments = option.format(tmp_path).split()
-    assert "Sixteen back" in run("--help", "attention=narrow", *arguments).out
-    assert "narrow" in run("--help", *arguments).out

@@ -274,7 +274,7 @@ def gguf_hub(monkeypatch, tmp_path):
 
     siblings = [SimpleNamespace(rfilename=name) for name in ("mine-Q4_K_M.gguf", "mine-Q8_0.gguf")]
     info = SimpleNamespace(sha="c0ffee", siblings=siblings, card_data=None)
-    monkeypatch.setattr(assets, "hub_reachable", lambda: True)
+    monkeypatch.setattr(load_module, "hub_reachable", lambda: True)
     monkeypatch.setattr(load_module, "model_info", lambda hub_id, revision=None: info)
     monkeypatch.setattr(load_module, "hf_hub_download", download)
     return asked
@@ -292,12 +292,12 @@ def test_load_model_hub_gguf_loads_from_cache(monkeypatch, tmp_path):
     snapshot = tmp_path / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     write_gguf(plain_qwen2(), snapshot / "mine.gguf")
-    monkeypatch.setattr(assets, "hub_reachable", lambda: False)
+    monkeypatch.setattr(load_module, "hub_reachable", lambda: False)
     monkeypatch.setattr(load_module, "snapshot_download", lambda *_, **__: str(snapshot))
     monkeypatch.setattr(load_module, "hf_hub_download", lambda repo_id, name, **_: str(snapshot / name))
     cfg = ModelConfig(name="mine", hub_id="owner/name-GGUF")
     loaded = load_model(cfg, assets="auto", cache=tmp_path / "cache", seed=0, dtype=torch.float32)
-    assert (loaded.provenance.source, loaded.provenance.revision) == ("hub_cache", "c0ffee")
+    assert (loaded.provenance.source, loaded.provenance.revision) == ("hub", "c0ffee")
 
 
 def test_evaluate_check_base_false_uses_another_base(tmp_path):

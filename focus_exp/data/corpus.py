@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import dataset_info
 from transformers import PreTrainedTokenizerBase
 
-from focus_exp.assets import Provenance, build_once, choose_source, explain_substitution, hub_reachable
+from focus_exp.assets import Provenance, build_once, explain_substitution, hub_reachable, uses_embedded
 from focus_exp.config import DataConfig, is_shipped
 from focus_exp.data import texts
 from focus_exp.data.books import EMBEDDED
@@ -22,7 +22,6 @@ from focus_exp.data.packing import TOKEN_FORMAT, Document, TokenStream, hash_tok
 from focus_exp.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
-SPECIAL_TOKENS = "special_tokens.json"
 SPLITS = ("train", "validation", "test")
 # where a Hub data set lacks a split, one document in 50 of train is held out for it
 HELD_OUT_EVERY = 50
@@ -33,16 +32,12 @@ Reader = Callable[[str], Iterable[Document]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token streams of the three splits and where their text came from.
-
-    special_tokens: number of tokens that are special because the text contains their strings.
-    """
+    """The token streams of the three splits and where their text came from."""
 
     train: TokenStream
     validation: TokenStream
     test: TokenStream
     provenance: Provenance
-    special_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,14 +67,12 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
 
     def tokenize(folder: Path) -> None:
         provenance, read = source.open()
-        special = 0
         for split in SPLITS:
             limit = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
-            special += write_stream(folder, split, read(split), tokenizer, limit, cfg.split_special_tokens)
-        (folder / SPECIAL_TOKENS).write_text(json.dumps(special), encoding="utf-8")
+            write_stream(folder, split, read(split), tokenizer, limit, cfg.split_special_tokens)
         (folder / "provenance.json").write_text(json.dumps(asdict(provenance)), encoding="utf-8")
 
-    source = find_source(cfg, assets, cache, lambda source: token_folder(source).is_dir())
+    source = find_source(cfg, assets, cache)
     folder = token_folder(source)
     build_once(folder, tokenize, damage_reason)
     # files may have moved since they were tokenized
@@ -92,10 +85,8 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     streams = [read_stream(folder, split, f"{split} split of {provenance.used}") for split in SPLITS]
     counts = ", ".join(f"{len(stream.documents)} {split}" for split, stream in zip(SPLITS, streams, strict=True))
     log.info("data: %s, documents: %s", provenance.used, counts)
-    path = folder / SPECIAL_TOKENS  # absent from early caches
-    special = int(path.read_text(encoding="utf-8")) if path.exists() else 0
     train, validation, test = streams
-    return Corpus(train, validation, test, provenance, special)
+    return Corpus(train, validation, test, provenance)
 
 
 def read_provenance(folder: Path) -> Provenance:
@@ -119,7 +110,7 @@ def requested_name(cfg: DataConfig) -> str:
     return EMBEDDED[cfg.source].name if cfg.source in EMBEDDED else str(cfg.files)
 
 
-def find_source(cfg: DataConfig, policy: str, cache: Path, is_tokenized: Callable[[Source], bool]) -> Source:
+def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
     """Find the text that `cfg` names, or its embedded substitute."""
     if cfg.source == "files":
         return find_files(cfg)
@@ -127,13 +118,11 @@ def find_source(cfg: DataConfig, policy: str, cache: Path, is_tokenized: Callabl
         return find_embedded(cfg.source, cache)
     if not cfg.hub_id:
         raise UserError("data.hub_id must be set for data.source=hub. Give the data set, owner/name.")
-    requested = requested_name(cfg)
+    if uses_embedded(policy, "datasets", cfg.hub_id, is_shipped("data", cfg.hub_id)):
+        return find_embedded("books", cache)
     identity = {"hub": cfg.hub_id, "subset": cfg.subset, "revision": cfg.revision, "column": cfg.text_column}
     identity |= {"split": cfg.split} if cfg.split else {}
-    source = Source(identity, lambda: open_dataset(cfg, requested, origin))
-    is_known = is_shipped("data", cfg.hub_id)
-    origin = choose_source(policy, requested, lambda: is_tokenized(source) or is_dataset_cached(cfg), is_known)
-    return find_embedded("books", cache) if origin == "embedded" else source
+    return Source(identity, lambda: open_dataset(cfg, requested_name(cfg)))
 
 
 def find_embedded(name: str, cache: Path) -> Source:
@@ -154,18 +143,8 @@ def find_files(cfg: DataConfig) -> Source:
     return Source(identity, lambda: (provenance, lambda split: texts.read_split(files, split, cfg.text_column)))
 
 
-def is_dataset_cached(cfg: DataConfig) -> bool:
-    """Return whether the local cache of `datasets` has this data set."""
-    import datasets  # takes seconds
-
-    owner, _, name = str(cfg.hub_id).rpartition("/")
-    name = datasets.naming.camelcase_to_snakecase(name)
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
-    return (folder / cfg.subset if cfg.subset else folder).is_dir()
-
-
-def open_dataset(cfg: DataConfig, requested: str, origin: str) -> tuple[Provenance, Reader]:
-    """Open a Hub data set: streamed for "hub", from disk for "hub_cache".
+def open_dataset(cfg: DataConfig, requested: str) -> tuple[Provenance, Reader]:
+    """Open a Hub data set: streamed, or offline from the Hub's cache.
 
     Raises:
         UserError: the data set, its subset or its split does not exist.
@@ -176,15 +155,16 @@ def open_dataset(cfg: DataConfig, requested: str, origin: str) -> tuple[Provenan
     assert cfg.hub_id
     try:
         revision = dataset_info(cfg.hub_id, revision=cfg.revision).sha if is_online else cfg.revision
-        dataset = datasets.load_dataset(cfg.hub_id, cfg.subset, revision=revision, streaming=origin == "hub")
+        dataset = datasets.load_dataset(cfg.hub_id, cfg.subset, revision=revision, streaming=is_online)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{requested}: {first_line(error)}\n"
-            "Check data.hub_id, data.subset and data.revision. A gated data set needs `hf auth login`."
+            "Check data.hub_id, data.subset and data.revision. A gated data set needs `hf auth login`. Or type "
+            "assets=embedded."
         ) from error
     base, held_out = held_out_splits(dataset, cfg)
     rule = f" ({' and '.join(held_out)}: one document of {base} in {HELD_OUT_EVERY} each)" if held_out else ""
-    return Provenance(requested, requested + rule, origin, revision), lambda split: read_hub_split(dataset, split, cfg)
+    return Provenance(requested, requested + rule, "hub", revision), lambda split: read_hub_split(dataset, split, cfg)
 
 
 def held_out_splits(dataset: Mapping[str, Any], cfg: DataConfig) -> tuple[str, list[str]]:

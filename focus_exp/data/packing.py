@@ -69,21 +69,15 @@ def write_stream(
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
     split_special_tokens: bool = False,
-) -> int:
+) -> None:
     """Tokenize `documents` into `folder`, up to `limit` tokens.
 
-    Args:
-        split_special_tokens: as in transformers: the string of a special token becomes ordinary tokens.
-
-    Returns:
-        The number of special tokens that strings in the text became.
+    split_special_tokens: as in transformers: the string of a special token becomes ordinary tokens.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no end-of-text token to put between documents. Set eos_token in its config.")
-    added = {idx for idx, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special_ids = (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
     names: list[str] = []
-    starts, total, special = [0], 0, 0
+    starts, total = [0], 0
     progress = ProgressBar(total=limit, desc=f"tokenizing {split}", unit="token", unit_scale=True, delay=2)
     with progress, (folder / f"{split}.bin").open("wb") as file:
         for name, ids in tokenize(documents, tokenizer, split_special_tokens):
@@ -91,7 +85,6 @@ def write_stream(
             file.write(np.asarray(ids, dtype=np.int32).tobytes())  # tofile hides the reason of a failed write
             names.append(name)
             total += len(ids)
-            special += sum(token in special_ids for token in ids[:-1])
             starts.append(total)
             progress.update(len(ids))
             if total == limit:
@@ -100,7 +93,6 @@ def write_stream(
     np.save(content, np.asarray(starts, dtype=np.int64))
     (folder / f"{split}.starts.npy").write_bytes(content.getvalue())
     (folder / f"{split}.documents.json").write_text(json.dumps(names), encoding="utf-8")
-    return special
 
 
 def tokenize(

@@ -27,10 +27,9 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from focus_exp.assets import choose_source, hub_reachable
-from focus_exp.config import Config, DataConfig
+from focus_exp.assets import hub_reachable, uses_embedded
+from focus_exp.config import Config
 from focus_exp.data import find_bos
-from focus_exp.data.corpus import is_dataset_cached
 from focus_exp.data.embedded_benchmarks import describe_source, load_benchmark
 from focus_exp.data.long_range import TASKS, build_suite, task_config
 from focus_exp.errors import UserError, first_line
@@ -335,14 +334,11 @@ def redirect_datasets(policy: str, cache: Path) -> Iterator[list[str]]:
     sources: list[str] = []
 
     def read(path: str, name: str | None = None, **options: Any) -> Any:
-        origin = choose_source(
-            policy, path, lambda: is_dataset_cached(DataConfig(name=path, source="hub", hub_id=path, subset=name))
-        )
-        if origin == "embedded":
+        if uses_embedded(policy, "datasets", path, replaceable=True):
             sources.append(describe_source(path, name))
             return load_benchmark(path, name, cache)
         hub_reachable()  # offline from here on if not
-        sources.append(f"{path} ({origin})")
+        sources.append(f"{path} (hub)")
         return from_hub(path, name, **options)
 
     datasets.load_dataset = read

@@ -58,11 +58,6 @@ def prepare(run: Run) -> Setup:
     run.describe_model(loaded.provenance, sum(p.numel() for p in model.parameters()))
     place_base(model, config, run.precision.device)
     corpus = load_corpus(config.data, tokenizer, assets=config.assets, cache=cache)
-    if corpus.special_tokens:
-        run.warn(
-            f"{corpus.special_tokens:,} strings in the text, such as {tokenizer.eos_token}, became special "
-            "tokens; data.split_special_tokens=true tokenizes them as text"
-        )
     run.describe_data(corpus.provenance, {name: len(getattr(corpus, name)) for name in SPLITS})
     run.save()
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)

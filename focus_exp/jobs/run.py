@@ -35,13 +35,9 @@ from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
 from focus_exp.results.run_dir import (
-    EMBEDDED_DATA,
-    EMBEDDED_MODEL,
     NOT_ENDED,
     earlier_record,
     lock_of,
-    name_data,
-    name_model,
     run_folder,
 )
 from focus_exp.speed.timing import begin_peak_memory, device_name, peak_memory
@@ -81,7 +77,6 @@ class Run:
     def describe_model(self, provenance: Provenance, parameters: int) -> None:
         """Print and record the model, after checking that an earlier attempt had the same one."""
         check_fingerprint("the model", self.record.model, provenance.fingerprint, self.folder)
-        self.check_name(name_model(self.config) == EMBEDDED_MODEL, provenance)
         path = self.config.model.path
         self.record.model = {
             "name": provenance.used.split(" (")[0],
@@ -94,24 +89,14 @@ class Run:
     def describe_data(self, provenance: Provenance, tokens: dict[str, int]) -> None:
         """Print and record the corpus, after checking that an earlier attempt had the same one."""
         check_fingerprint("the text", self.record.data, provenance.fingerprint, self.folder)
-        if self.config.data.source == "hub":
-            self.check_name(name_data(self.config) == EMBEDDED_DATA, provenance)
         self.record.data = {"name": provenance.used.split(" (")[0], **asdict(provenance), "tokens": tokens}
         revision = self.config.data.revision
-        if provenance.source.startswith("hub") and not COMMIT.fullmatch(revision or ""):
+        if provenance.source == "hub" and not COMMIT.fullmatch(revision or ""):
             self.warn(
                 f"data.revision should be a commit of {provenance.requested} (got {revision}), such as "
                 f"{provenance.revision}"
             )
         print_provenance("data", provenance, ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items()))
-
-    def check_name(self, is_embedded: bool, provenance: Provenance) -> None:
-        """Raise UserError if the folder is named after a substitute and the Hub's was loaded, or the other way."""
-        if provenance.source in ("hub", "hub_cache", "embedded") and is_embedded != (provenance.source == "embedded"):
-            raise UserError(
-                f"assets must be hub or embedded (got {self.config.assets}): {self.folder} is not named after "
-                f"{provenance.used}. Type assets=hub or assets=embedded."
-            )
 
     def warn(self, message: str) -> None:
         """Print a warning now, and below the tables."""

@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from focus_exp.assets import Provenance, choose_source, explain_substitution
+from focus_exp.assets import Provenance, explain_substitution, hub_reachable, uses_embedded
 from focus_exp.config import ModelConfig, is_shipped
 from focus_exp.errors import UserError
 from focus_exp.models import gguf
@@ -216,59 +216,34 @@ def find_source(cfg: ModelConfig, assets: str, cache: Path) -> Source | None:
 
 def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path) -> Source:
     """Find `hub_id`: owner/name, or owner/name:file of a GGUF repository."""
-    repo_id, _, variant = hub_id.partition(":")
-    snapshot = find_snapshot(repo_id, revision, variant)
-    origin = choose_source(assets, hub_id, lambda: snapshot is not None, is_shipped("model", hub_id))
-    if origin == "embedded":
+    if uses_embedded(assets, "models", hub_id, is_shipped("model", hub_id)):
         substitution = explain_substitution(assets, gguf.EMBEDDED_NAME, hub_id)
         provenance = Provenance(
-            hub_id, gguf.EMBEDDED_NAME, origin, gguf.EMBEDDED_REVISION, "", gguf.EMBEDDED_LICENCE, substitution
+            hub_id, gguf.EMBEDDED_NAME, "embedded", gguf.EMBEDDED_REVISION, "", gguf.EMBEDDED_LICENCE, substitution
         )
         return Source(str(gguf.embedded_folder(cache)), {}, provenance)
-    commit: str | None
-    if snapshot is not None:
-        files = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*")]
-        commit, licence = snapshot.name, None
-    else:
-        try:
-            info = model_info(repo_id, revision=revision)
-        except (OSError, ValueError) as error:
-            raise hub_error(hub_id, error) from error
-        commit, licence = info.sha, getattr(info.card_data, "license", None)
-        files = [file.rfilename for file in info.siblings or []]
-    provenance = Provenance(hub_id, hub_id, origin, commit, licence=licence)
-    options: dict[str, Any] = {"revision": commit, "local_files_only": origin == "hub_cache"}
-    if not variant and ("config.json" in files or not any(name.endswith(".gguf") for name in files)):
-        return Source(repo_id, options, provenance)
-    name = gguf.choose_file(files, repo_id, variant)
+    repo_id, _, variant = hub_id.partition(":")
+    options: dict[str, Any] = {"local_files_only": not hub_reachable()}
     try:
+        if options["local_files_only"]:
+            snapshot = Path(snapshot_download(repo_id, revision=revision, **options))
+            files, commit = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*")], snapshot.name
+        else:
+            info = model_info(repo_id, revision=revision)
+            files, commit = [file.rfilename for file in info.siblings or []], str(info.sha)
+        options["revision"] = commit
+        provenance = Provenance(hub_id, hub_id, "hub", commit)
+        if not variant and ("config.json" in files or not any(name.endswith(".gguf") for name in files)):
+            return Source(repo_id, options, provenance)
+        name = gguf.choose_file(files, repo_id, variant)
         file = Path(str(hf_hub_download(repo_id, name, **options)))
     except (OSError, ValueError) as error:
+        if options["local_files_only"]:
+            reason = "the Hugging Face Hub cannot be reached and its cache has no complete copy. Type assets=embedded."
+            raise UserError(f"{hub_id}: {reason}") from error
         raise hub_error(hub_id, error) from error
     folder = gguf.convert_once(file, hash_files([file]), cache)
     return Source(str(folder), {}, replace(provenance, used=f"{repo_id}/{name}"))
-
-
-def find_snapshot(repo_id: str, revision: str | None, variant: str) -> Path | None:
-    """Return the folder of a complete copy in the Hub's local cache."""
-    try:
-        snapshot = Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-        if variant or not (snapshot / "config.json").exists():
-            gguf.choose_file(map(str, snapshot.rglob("*.gguf")), repo_id, variant)
-            return snapshot
-    except (OSError, ValueError, UserError):
-        return None
-    is_complete = any(has_all_shards(snapshot, weights) for weights in ("model.safetensors", "pytorch_model.bin"))
-    return snapshot if is_complete else None
-
-
-def has_all_shards(folder: Path, weights: str) -> bool:
-    index = folder / f"{weights}.index.json"
-    try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.exists() else [weights]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a truncated index
-        return False
-    return all((folder / shard).exists() for shard in shards)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
