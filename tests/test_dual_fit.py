@@ -428,18 +428,3 @@ def test_run_fits_trains_by_distillation_and_saves_the_budget(tmp_path):
     assert cached.fit_seconds == record.fit_seconds > 0
     assert cached.train_seconds >= cached.fit_seconds - 1e-6
     assert record.train_seconds > record.fit_seconds
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        (["attention.calibration_sequences=2", "attention.validation_sequences=2"], "attention.validation_sequences"),
-        (["attention.density=0.2", "attention.calibration_sequences=0"], "attention.density"),
-        (["recipe.phases.router.objective=distill", "recipe.phases.router.trainable=all"], "objective"),
-    ],
-)
-def test_contradictory_fit_settings_are_refused(tmp_path, settings, key):
-    options = ["attention=focus_dual", "attention.top_k=1", "recipe=retrofit", router_steps(1), *settings]
-    result = run(*fitting(*tiny(tmp_path), *options))
-    assert result.code == 2
-    assert key in result.err

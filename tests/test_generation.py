@@ -151,23 +151,6 @@ def test_dual_router_generates_with_other_top_k(tmp_path):
         assert refused.code == 2 and setting.split("=")[0] in refused.err
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        (["attention=focus_paper", "attention.groups=2"], "attention must be causal"),
-        (["attention=window", "recipe=none"], "attention must have a router"),
-        (["generate.prompt_tokens=32"], "generate.prompt_tokens"),
-        (["generate.top_k=[3]"], "generate.top_k"),
-        (["generate.new_tokens=0"], "generate.new_tokens"),
-        (["generate.new_tokens=500"], "generate.prompt_tokens"),
-    ],
-    ids=str,
-)
-def test_generation_with_bad_settings_is_refused(tmp_path, settings, key):
-    result = run(*fitting(*tiny(tmp_path), *JOB, *settings))
-    assert result.code == 2 and key in result.err and "Traceback" not in result.err
-
-
 def test_measure_cache_counts_what_sliding_layers_hold(tiny_model):
     model = tiny_model("qwen2")  # its second layer slides over 8 tokens
     output = model.generate(

@@ -182,28 +182,6 @@ def test_analysis_of_a_changed_adapter_is_refused(analyzed):
     assert "already finished" in run(*command(analyzed)).out
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        (["attention=window", "recipe=none"], "attention must"),
-        (["analyze.passage_tokens=33"], "analyze.passage_tokens"),
-        (["analyze.others=[nowhere]"], "nowhere"),
-        (["analyze.tokens=1"], "analyze.tokens"),
-        (
-            [
-                *("attention=focus_dual", "recipe=none", "attention.calibration_sequences=0"),
-                *("attention.top_k=1", "attention.groups_per_layer=[full,window]"),
-            ],
-            "attention.groups_per_layer",
-        ),
-    ],
-    ids=["window", "passage", "others", "tokens", "budget"],
-)
-def test_analysis_with_bad_settings_is_refused(tmp_path, settings, key):
-    result = run(*fitting(*tiny(tmp_path), *JOB, *settings))
-    assert result.code == 2 and key in result.err and "Traceback" not in result.err
-
-
 def test_analysis_with_a_window_wider_than_the_passage_prunes_nothing(tmp_path):
     result = run(*tiny(tmp_path), *JOB, "attention.window=40")
     assert result.code == 0, result.err

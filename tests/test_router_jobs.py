@@ -78,9 +78,3 @@ def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
     assert read_description(adapter)["method"] == "focus_dual"
     assert run(*without_attention(tiny(tmp_path, "again")), "job=evaluate", f"adapter={adapter}").code == 0
     assert record_of(tmp_path / "again").find("nll", "focus_dual") == record.find("nll", "focus_dual")
-
-
-def test_train_fit_variants_of_another_method_raise(tmp_path):
-    result = run(*tiny(tmp_path), "recipe=none", "eval.fit_variants=[compare/window]")
-    assert result.code == 2 and "eval.fit_variants" in result.err
-    assert not list(tmp_path.rglob("record.json"))

@@ -260,22 +260,3 @@ def test_bench_job_lists_kernels(tmp_path):
     assert result.code == 0 and not list(tmp_path.rglob("record.json"))
     for name in ("triton", "flash-attn", "torch-flash", "cpu"):
         assert name in result.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["attention=window", "recipe=none"], "attention must"),
-        (["bench.lengths=[0]"], "bench.lengths"),
-        (["bench.prefill_lengths=[100000]", "recipe=none"], "bench.prefill_lengths"),
-        (["bench.dtype=int4"], "bench.dtype"),
-        (["bench.methods=[full]"], "bench.methods must"),
-        (["bench.methods=[nothing]"], "nothing"),
-        ([*DUAL, *PREFILLS, "bench.prefill_lengths=[]"], "bench.prefill_lengths"),
-        ([*DUAL, *PREFILLS, "bench.methods=[window]"], "bench.methods"),
-        ([*DUAL, *PREFILLS, "attention.calibration_sequences=0"], "attention.calibration_sequences"),
-    ],
-)
-def test_bench_job_refuses_what_it_cannot_time(tmp_path, arguments, key):
-    result = run(*fitting(*tiny(tmp_path), "job=bench", *arguments))
-    assert result.code == 2 and key in result.err

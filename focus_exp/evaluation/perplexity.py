@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from focus_exp.evaluation.controls import (
     SOFT,
     WIDE_WINDOW,
     WINDOW_ONLY,
-    Kind,
     Variant,
     full_attention,
     random_groups,
@@ -59,7 +58,6 @@ from focus_exp.training.precision import Precision
 log = logging.getLogger(__name__)
 
 LOGIT_ROWS = 32  # positions whose logits are float32 at a time: with 50,000 tokens they stay in a CPU's cache
-KINDS = get_args(Kind)
 
 
 @dataclass
@@ -262,27 +260,17 @@ class PerplexityEvaluator:
             self.measure_adapters()
 
     def measure_focus(self) -> None:
-        """Score the configured hard routing and its controls first."""
+        """Score soft routing, every hard routing, and the controls of the configured one."""
         attention = self.config.focus
-        configured, hard = (attention.top_k, attention.pair_rule), self.hard_routings()
-        scores = self.measure_hard(*configured)
-        if scores is not None and self.config.eval.controls:
-            self.measure_controls(scores.pairs)
-        self.measure_adapters()
-        for routing in hard:
-            if routing != configured:
-                self.measure_hard(*routing)
+        configured = (attention.top_k, attention.pair_rule)
         self.measure_soft()
+        scores = {routing: self.measure_hard(*routing) for routing in self.hard_routings()}[configured]
         if not is_causal(self.model) and attention.balance_sequences:
             self.measure_causal_counterparts()
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
-        places: dict[Any, int] = {routing: place for place, routing in enumerate(hard)}
-
-        def table_order(variant: Variant) -> tuple[Any, ...]:
-            place = places.get((variant.top_k, variant.pair_rule), 0)
-            return KINDS.index(variant.kind), place, variant.method != "window", variant.name == WIDE_WINDOW
-
-        self.variants.sort(key=table_order)
+        if scores is not None and self.config.eval.controls:
+            self.measure_controls(scores.pairs)
+        self.measure_adapters()
 
     def hard_routings(self) -> list[tuple[int, str]]:
         """Return (top_k, pair rule) of every hard routing."""
@@ -317,7 +305,7 @@ class PerplexityEvaluator:
             self.add(replace(soft, name=hard_variant(COUNTERPART, top_k, rule), top_k=top_k, pair_rule=rule))
 
     def measure_controls(self, pairs: PairCounter) -> None:
-        """Score a density-matched window, random groups, and the window alone."""
+        """Score the window alone, a density-matched one, and random groups."""
         attention, model = self.config.focus, self.model
         wide = density_matched_window(pairs, attention.sinks, self.layer_sequences())
         fractions = pairs.group_fractions
@@ -325,9 +313,9 @@ class PerplexityEvaluator:
         matched = replace(window, name=WIDE_WINDOW, window=wide)
         random = Variant(name=RANDOM_GROUPS, kind="control", method="random_groups", top_k=attention.top_k)
         controls = [
+            (window, window_only(model, attention.window, attention.sinks), ""),
             (matched, window_only(model, wide, attention.sinks), str(wide)),
             (random, random_groups(model, fractions, attention, self.config.seed), repr(fractions)),
-            (window, window_only(model, attention.window, attention.sinks), ""),
         ]
         for variant, methods, definition in controls:
             with swap_methods(self.model, methods):
@@ -439,8 +427,6 @@ class PerplexityEvaluator:
                                        **common)  # fmt: skip
         routed = variant.method in ("focus", "focus_dual")
         for metric, value, unit in (
-            ("perplexity_inside_window", perplexity(token_mean(nll[:, :window])), ""),
-            ("perplexity_beyond_window", perplexity(token_mean(nll[:, window:])), ""),
             ("distant_density", distant_density, "fraction"),
             (
                 "largest_group_fraction",

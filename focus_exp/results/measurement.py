@@ -21,8 +21,8 @@ A run writes one row a measured number. The columns are
 
 Metrics
     quality    perplexity, nll, nll_change [nats, paired with `reference`], perplexity_change_pct (100 expm1 of
-               nll_change), nll_at_position [settings: position_start, position_end], perplexity_inside_window,
-               perplexity_beyond_window, distant_density (of the pairs beyond window and sinks),
+               nll_change), nll_at_position [settings: position_start, position_end],
+               distant_density (of the pairs beyond window and sinks),
                largest_group_fraction (of the tokens; mean over layers), eval_tokens, eval_seconds
     benchmarks <metric>:<task> with lm-eval's names (acc:hellaswag, acc_norm:piqa, perplexity:lambada_openai) and
                perplexity@<tokens>; their paired changes from `base`: acc_change:hellaswag,
@@ -31,7 +31,7 @@ Metrics
                distant_density:<task>, largest_group_fraction:<task>, eval_seconds:<task>
     speed      latency_ms, speedup [x, reference full], attention_latency_ms, attention_speedup, peak_memory_bytes,
                bytes_read, computed_density (pairs that the kernel's blocks compute), largest_group_fraction;
-               settings: clock (kernels, attention, prefill, attention step, model step, decode, decode model), seq_len
+               settings: clock (kernels, attention, prefill, attention step, decode, decode model), seq_len
     routing    group_fraction [layer, group], dominance (largest group, mean over layers), dominance_worst,
                dead_groups, dead_groups_worst, confidence, assignment_entropy, assignment_overlap (same group as at the
                probe before), assignment_overlap_renamed; settings: phase, step
