@@ -159,10 +159,10 @@ def test_second_comparison_is_refused_before_any_variant(tmp_path, monkeypatch):
         configs.append(config)
         compare(config)
 
-    def intrude(variants, comparison):
+    def intrude(variants):
         with pytest.raises(InUse, match="compare"):
             compare(configs[0])
-        return run_variants(variants, comparison)
+        return run_variants(variants)
 
     monkeypatch.setattr(compare_module, "compare", remember)
     monkeypatch.setattr(compare_module, "run_variants", intrude)

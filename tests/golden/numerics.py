@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from focus_exp import attach, set_routing
 from focus_exp.config import load_recorded
 from focus_exp.config_hash import config_hash
+from focus_exp.renames import upgrade_keys
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Checkpoint
@@ -165,7 +166,9 @@ def compute_config_hashes(every: int = 1) -> dict[str, str]:
         config = record["config"]
         if config and (config["job"] != "compare" or config.get("variants")):
             keyed[f"{record['started']} {config['variant'] or '-'} {record['config_hash']}"] = config
-    return {key: config_hash(OmegaConf.to_object(load_recorded(keyed[key]))) for key in sorted(keyed)[::every]}
+    return {
+        key: config_hash(OmegaConf.to_object(load_recorded(upgrade_keys(keyed[key])))) for key in sorted(keyed)[::every]
+    }
 
 
 def compute(folder: Path) -> dict[str, Any]:
