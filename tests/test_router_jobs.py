@@ -1,16 +1,10 @@
 """Jobs that use a router, an adapter's or one that they train first, for something else than its perplexity."""
 
-from dataclasses import replace
-
 import pytest
-from builders import make_config
-from running import fitting, only_run, record_of, router_steps, run, tiny, without_attention
+from running import only_run, record_of, router_steps, run, tiny, without_attention
 
 from focus_exp.errors import UserError
-from focus_exp.jobs.bench import check_earlier_methods
 from focus_exp.models.adapter import read_description
-from focus_exp.results.record import Record
-from focus_exp.results.run_dir import run_folder
 
 
 @pytest.mark.parametrize("job", ["analyze", "bench", "generate"])
@@ -20,17 +14,6 @@ def test_job_precision_follows_a_trained_base(tmp_path, monkeypatch, job):
 
     monkeypatch.setattr("focus_exp.jobs.run.choose_precision", choose)
     assert "trains_base=True" in run(*tiny(tmp_path), f"job={job}", "recipe=finetune").err
-
-
-def test_job_bench_with_changed_options_of_methods_is_refused(tmp_path):
-    config = make_config(*tiny(tmp_path), "job=bench", "recipe=none", "bench.methods=[performer]")
-    record = Record(status="finished", experiment="adhoc", method={"methods": {"performer": {"features": 128}}})
-    record.save(run_folder(config) / "record.json")
-    check_earlier_methods(config, {"performer": {"features": 128}})
-    with pytest.raises(UserError, match="performer must have features=128"):
-        check_earlier_methods(config, {"performer": {"features": 256}})
-    replace(record, method={}).save(run_folder(config) / "record.json")  # as records had none
-    check_earlier_methods(config, {"performer": {"features": 256}})
 
 
 @pytest.fixture
@@ -57,17 +40,6 @@ def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
     assert result.code == 2 and "eval.tasks" in result.err
     record = record_of(tmp_path)
     assert record.status == "failed" and record.find("nll", "base")
-
-
-def test_job_train_strings_of_special_tokens_are_one_warning_with_their_count(tmp_path):
-    settings = fitting(*tiny(tmp_path), "attention=window", "recipe=none")
-    text = next((tmp_path / "texts").glob("*.txt"))
-    text.write_text(text.read_text() + "<|endoftext|> and <|endoftext|>.")
-    assert run(*settings).code == 0
-    (warning,) = (sentence for sentence in record_of(tmp_path).warnings if "special tokens" in sentence)
-    assert warning.startswith("2 strings")
-    split = run(*settings, "data.split_special_tokens=true")
-    assert split.code == 0 and "special tokens" not in split.err
 
 
 def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):

@@ -6,7 +6,7 @@ from focus_exp.config import Config
 from focus_exp.evaluation.groups import GroupAnalysis
 from focus_exp.jobs.compose import compose_router
 from focus_exp.jobs.prepare import prepare, training_sequences
-from focus_exp.jobs.resume import digest_adapter, print_finished
+from focus_exp.jobs.resume import print_finished
 from focus_exp.jobs.run import open_run
 from focus_exp.jobs.train import load_or_fit_router
 from focus_exp.models.adapter import read_adapter
@@ -25,14 +25,11 @@ def analyze(config: Config) -> None:
         return
     others = config.analyze.others
     with open_run(config) as run:
-        digests = {"others": [digest_adapter(other) for other in others]} if others else {}
-        run.record.method = dict(digests)  # also of an interrupted run, whose partial results depend on them
         setup = prepare(run)
         sequences = training_sequences(config, setup)
         for other in others:  # checked before a router is trained
             read_adapter(setup.model, other, check_base=config.check_base)
         load_or_fit_router(run, setup)
-        run.record.method |= digests
         count = config.focus.balance_sequences if config.has_router else 0
         calibration = sequences.sample(count or CALIBRATION_SEQUENCES, config.seed + 2)
         held_out, folder = setup.evaluators.perplexity.blocks, run.folder / "groups"

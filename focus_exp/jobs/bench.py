@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from focus_exp.attention.kernels import KernelRequirements, unsupported_reasons
@@ -11,11 +9,10 @@ from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.compose import command_overrides, compose_router, compose_shared
 from focus_exp.jobs.prepare import check_length, prepare
-from focus_exp.jobs.resume import REPEAT, print_finished
+from focus_exp.jobs.resume import print_finished
 from focus_exp.jobs.run import open_run
 from focus_exp.jobs.train import load_or_fit_router, trains_router
 from focus_exp.models.methods import set_routing
-from focus_exp.results.run_dir import earlier_record, run_folder
 from focus_exp.speed.bench import SpeedBenchmark
 from focus_exp.speed.layer import Methods
 from focus_exp.speed.timing import device_name
@@ -37,7 +34,6 @@ def bench(config: Config) -> None:
         check_dual(config)
     methods = compose_methods(config)
     recorded = {"methods": {name: {"method": method, **options} for name, (method, options) in methods.items()}}
-    check_earlier_methods(config, recorded["methods"])
     if print_finished(config):
         return
     with open_run(config) as run:
@@ -88,15 +84,6 @@ def compose_methods(config: Config) -> Methods:
             raise UserError(f"bench.methods must not contain {name}: full attention and Focus are always timed.")
         methods[name] = (attention.method, get_method_options(attention))
     return methods
-
-
-def check_earlier_methods(config: Config, methods: dict[str, dict[str, Any]]) -> None:
-    """Raise UserError if an earlier run timed `bench.methods` with other options: its hash has their names alone."""
-    record = None if config.overwrite else earlier_record(config)
-    for name, then in (record.method.get("methods", {}) if record else {}).items():
-        changed = [f"{key}={value}" for key, value in then.items() if methods[name].get(key, value) != value]
-        if changed:
-            raise UserError(f"bench.methods={name} must have {', '.join(changed)} of {run_folder(config)}. {REPEAT}")
 
 
 def list_kernels(config: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.attention.options import did_you_mean
+from focus_exp.attention.options import FitOptions, RouterTraining, did_you_mean
 from focus_exp.checks import drop_file_fields, parse, validate
 from focus_exp.cli import quote_override
 from focus_exp.config import Config, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 BASE = "base"  # row of the unmodified model in a comparison's tables
 GROUP = "variant"
+TRAINING = {item.name for schema in (RouterTraining, FitOptions) for item in fields(schema)}  # unused with an adapter
 
 
 def compose_overrides(overrides: list[str]) -> Config:
@@ -219,26 +220,21 @@ def free_options(description: dict[str, Any]) -> list[str]:
 
 def refuse_ignored_options(config: Config, description: dict[str, Any], settings: dict[str, Override]) -> None:
     """Raise UserError for attention.* that would be ignored: runs of other settings would have the same numbers."""
-    method, free = description["method"], free_options(description)
-    made = description["options"] | {"method": method}
-    record = read_adapter_record(config)
-    if record is not None and record.setting("attention", "method") == method:
-        made = vars(find_schema(method)()) | record.config["attention"] | made
+    method, free, made = description["method"], free_options(description), description["options"]
     for name, setting in settings.items():
         group, _, key = name.partition(".")
-        if group != "attention" or key in ("", "name", *free) or not hasattr(config.attention, key):
+        if (
+            group != "attention"
+            or key in ("", "name", "method", *free, *TRAINING)
+            or not hasattr(config.attention, key)
+        ):
             continue
-        value = setting.value()
-        if isinstance(value, str) and "${" in value:
-            value = getattr(config.attention, key)
-        has_budget = key == "top_k" and made.get("groups_per_layer") is not None
-        if key in made and value == made[key]:
-            continue
-        required = f"{made[key]}, that of the adapter" if key in made and not has_budget else "left out"
-        raise UserError(
-            f"{name} must be {required} (got {value}). Train another adapter, or set {', '.join(free)} of attention.* "
-            f"(adapter={config.adapter}, method {method})."
-        )
+        if key == "top_k" or key not in made or setting.value() != made[key]:
+            required = f"{made[key]}, that of the adapter" if key in made and key != "top_k" else "left out"
+            raise UserError(
+                f"{name} must be {required} (got {setting.value()}). Train another adapter, or set {', '.join(free)} "
+                f"of attention.* (adapter={config.adapter}, method {method})."
+            )
 
 
 def find_base_model(config: Config, description: dict[str, Any]) -> ModelConfig:

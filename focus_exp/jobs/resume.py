@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from focus_exp.assets import find_adapter
 from focus_exp.config import Config
-from focus_exp.config_hash import hash_adapter
 from focus_exp.data.texts import find_texts, hash_texts
 from focus_exp.errors import UserError
-from focus_exp.models.adapter import read_description
 from focus_exp.models.load import hash_tokenizer, hash_weights
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.results.record import Record
@@ -59,10 +54,6 @@ def check_inputs(config: Config, record: Record) -> None:
         ("data.files", texts, record.data.get("revision"), lambda place: hash_texts(find_texts(place))),
         ("model.path", config.model.path, record.model.get("revision"), hash_weights),
         ("the tokenizer of model.path", config.model.path, record.model.get("tokenizer"), hash_tokenizer),
-        *(
-            ("analyze.others", other, then, digest_adapter)
-            for other, then in zip(config.analyze.others, record.method.get("others", []), strict=False)
-        ),
     ]
     for key, place, then, digest in inputs:
         if place is None or then is None:
@@ -80,12 +71,6 @@ def check_fingerprint(part: str, earlier: dict[str, Any], fingerprint: str, fold
     then = earlier.get("fingerprint")
     if then not in (None, fingerprint):
         raise UserError(f"{part} must be that of {folder}, {then[:12]} (got {fingerprint[:12]}). {REPEAT}")
-
-
-def digest_adapter(adapter: str) -> str:
-    """Return twelve hex digits of an adapter's content; UserError if there is none."""
-    read_description(adapter)
-    return hashlib.sha256(json.dumps(hash_adapter(str(find_adapter(adapter)))).encode()).hexdigest()[:12]
 
 
 def resume_record(record: Record, earlier: Record, folder: Path) -> list[str]:
