@@ -36,14 +36,12 @@ BALANCED = 0.5  # largest group up to which a single run counts as balanced
 class Judgement:
     """The outcome of a comparator.
 
-    row: the measurement that decides; rows: all that were compared; final: no further measurement can change it;
-    effect, comparisons: for the required sample size.
+    row: the measurement that decides; rows: all that were compared; effect, comparisons: for the required sample size.
     """
 
     verdict: str
     rows: list[Row] = field(default_factory=list)
     row: Row | None = None
-    final: bool = False
     effect: float | None = None
     comparisons: int = 1
 
@@ -113,12 +111,9 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
 
 def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str, Any], Row | None]:
     candidates = [row for row in rows if row.experiment in claim.experiments]
-    failed = [row for row in candidates if row.error is not None]
     selected = select((row for row in candidates if row.error is None), claim.select, claim.query)
     rows = aggregate_seeds(selected)
     judgement = claim.judge(rows) if rows else Judgement(OUT_OF_SCOPE if claim.needs else NOT_RUN)
-    if has_failed(claim, selected, failed) and not judgement.final and judgement.verdict != MASK_INACTIVE:
-        judgement = replace(judgement, verdict=INCONCLUSIVE)
     if results.is_quick and judgement.rows:
         judgement = replace(judgement, verdict=INCONCLUSIVE)
     row = judgement.row
@@ -144,19 +139,6 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
     }, row
 
 
-def has_failed(claim: Claim, selected: list[Row], failed: list[Row]) -> bool:
-    """Return whether a variant that the claim names failed and has no measurement."""
-    named = [claim.matched.get("variant", claim.select.get("variant")), claim.select.get("reference")]
-    task = claim.select.get("task")
-    sides = {name for row in selected for name in (row.variant, row.reference)}
-    return any(
-        row.variant not in sides
-        and any(want and want != "*" and matches(row.variant, want) for want in named)
-        and (row.source == "variants" or (matches(row.task, task) if task else row.source == "rows"))
-        for row in failed
-    )
-
-
 # --- comparators: rows aggregated over seeds -> Judgement ---
 
 
@@ -169,7 +151,7 @@ def below(rows: list[Row], limit: float, size: float | None = None) -> Judgement
     sides = [_side(row, limit) for row in rows]
     if refuted := [row for row, side in zip(rows, sides, strict=True) if side == REFUTED]:
         most = max(refuted, key=lambda row: (len(row.seeds), row.n_units or 0))
-        return Judgement(NOT_REPRODUCED, rows, most, final=True)
+        return Judgement(NOT_REPRODUCED, rows, most)
     worst = max(rows, key=lambda row: (row.value is None, row.high is None, row.high or row.value or 0.0))
     unproven = [row for row, side in zip(rows, sides, strict=True) if side != SHOWN]
     if any(False in (row.causal, row.reference_causal) for row in unproven):
@@ -225,7 +207,7 @@ def at_least(
         sides.setdefault(row.tokens, set()).add(side)
     if lost := [row for row in compared if sides.get(row.tokens) == {REFUTED}]:
         faster = all(row.metric == "speedup" and row.value > 1 for row in lost)
-        return Judgement(SAME_DIRECTION if faster else NOT_REPRODUCED, compared, lost[-1], final=not faster)
+        return Judgement(SAME_DIRECTION if faster else NOT_REPRODUCED, compared, lost[-1])
     if limits.keys() - {row.tokens for row in compared} or any(side != {SHOWN} for side in sides.values()):
         return Judgement(INCONCLUSIVE, compared or rows, (compared or rows)[-1])
     other_size = any(_low(row) > most or (gpu and row.device_kind == "cpu") for row in compared)
@@ -299,14 +281,14 @@ def no_degradation(rows: list[Row]) -> Judgement:
     if not active:
         return Judgement(MASK_INACTIVE, rows, rows[0])
     if lost := [row for row in active if is_worse(row, len(active))]:
-        return Judgement(NOT_REPRODUCED, active, lost[0], final=True)
+        return Judgement(NOT_REPRODUCED, active, lost[0])
     return Judgement(INCONCLUSIVE, active, active[0], comparisons=len(active))
 
 
 def degrades(rows: list[Row], effect: float) -> Judgement:
     """Test whether a score drops (Bonferroni). effect: the paper's largest drop."""
     if lost := [row for row in rows if is_worse(row, len(rows))]:
-        return Judgement(REPRODUCED, lost, lost[0], final=True)
+        return Judgement(REPRODUCED, lost, lost[0])
     hardest = max(rows, key=lambda row: row.deviation or 0.0)
     return Judgement(INCONCLUSIVE, rows, hardest, effect=effect, comparisons=len(rows))
 

@@ -45,6 +45,10 @@ def to_percent(nats: Any) -> float | None:
     return None if is_missing(nats) else 100 * math.expm1(min(float(nats), 700.0))
 
 
+def percent(fraction: Any) -> float | None:
+    return None if is_missing(fraction) else 100 * float(fraction)
+
+
 def to_markdown(table: pd.DataFrame) -> str:
     """Return a pipe table; cells must be text."""
     lines = [list(table.columns), ["---"] * len(table.columns), *table.astype(str).values.tolist()]

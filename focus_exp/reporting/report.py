@@ -19,6 +19,7 @@ from focus_exp.reporting.format import (
     format_number,
     format_significant,
     is_missing,
+    percent,
     to_html,
     to_latex,
     to_markdown,
@@ -142,7 +143,7 @@ def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
             "claim": claims.claim,
             "paper": claims.paper,
             "ours (95 % CI)": [claim_value(row) for row in claims.to_dict("records")],
-            "sparsity [%]": [format_number(_percent(x), 1) for x in claims.sparsity],
+            "sparsity [%]": [format_number(percent(x), 1) for x in claims.sparsity],
             "seeds": [format_number(None if is_missing(x) else int(x), 0) for x in claims.seeds],
             "verdict": claims.verdict,
             "run": [f"{_text(row.experiment)} {_text(row.variant)}".strip() for row in claims.itertuples()],
@@ -164,7 +165,7 @@ def claim_value(row: dict[str, Any]) -> str:
     if unit == "x":
         at = "" if is_missing(row["tokens"]) else f" at {int(row['tokens']):,} tokens"
         return f"{format_significant(value)}x{at}"
-    return format_interval(_percent(value), _percent(low), _percent(high)) + (
+    return format_interval(percent(value), percent(low), percent(high)) + (
         " points" if row["reference"] == "full attention" else " %"
     )
 
@@ -242,7 +243,7 @@ def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
     shown = {"method": [row["method"] for row in rows]}
     for tokens in (1024, 8192):
         label = f"{tokens:,}"
-        shown[f"sparsity at {label} [%]"] = [format_number(_percent(row[f"sparsity_{tokens}"]), 1) for row in rows]
+        shown[f"sparsity at {label} [%]"] = [format_number(percent(row[f"sparsity_{tokens}"]), 1) for row in rows]
         shown[f"ΔPPL at {label} [%]"] = [
             format_interval(row[f"change_{tokens}"], row[f"low_{tokens}"], row[f"high_{tokens}"], sign=True)
             for row in rows
@@ -251,10 +252,6 @@ def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
     shown["speedup, layer, 65k"] = [format_significant(row["speedup_layer"]) for row in rows]
     shown["speedup, prefill, 8k"] = [format_significant(row["speedup_prefill"]) for row in rows]
     return pd.DataFrame(shown)
-
-
-def _percent(fraction: Any) -> float | None:
-    return None if is_missing(fraction) else 100 * float(fraction)
 
 
 # --- checks ---

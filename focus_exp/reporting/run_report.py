@@ -18,6 +18,7 @@ from focus_exp.reporting.format import (
     format_number,
     format_significant,
     is_missing,
+    percent,
     to_markdown,
     to_percent,
 )
@@ -135,7 +136,7 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
                 "metric": row.task_metric or ABSENT,
                 "variant": row.variant or BASE,
                 "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
-                "change": _change(changes.get(_key(row, BASE)), _hundredfold if fraction else to_percent),
+                "change": _change(changes.get(_key(row, BASE)), percent if fraction else to_percent),
                 "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),
             }
@@ -177,12 +178,8 @@ def pivot_table(rows: list[Row], source: str, index: list[str]) -> pd.DataFrame:
     return wide.map(lambda cell: cell if isinstance(cell, str) else format_significant(cell))
 
 
-def _hundredfold(fraction: Any) -> float | None:
-    return None if is_missing(fraction) else 100 * float(fraction)
-
-
 def _percent(fraction: Any) -> str:
-    return format_number(_hundredfold(fraction), 1)
+    return format_number(percent(fraction), 1)
 
 
 def _milliseconds(seconds: Any) -> float | None:
