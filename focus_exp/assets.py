@@ -139,20 +139,12 @@ def explain_substitution(policy: str, substitute: str, requested: str) -> str:
     return f"embedded {substitute} stands in for {requested}: {reason}"
 
 
-def build_once(
-    folder: Path, build: Callable[[Path], None], damage_reason: Callable[[Path], str | None] = lambda _: None
-) -> Path:
-    """Return `folder`, filled atomically by `build` unless it is there and undamaged; other processes wait."""
-
-    def is_complete() -> bool:
-        return folder.is_dir() and damage_reason(folder) is None
-
-    if is_complete():
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return `folder`, filled atomically by `build` unless it exists; other processes wait."""
+    if folder.is_dir():
         return folder
     with file_lock(folder.with_name(f".{folder.name}.lock"), str(folder), wait=True):
-        if not is_complete():
-            if folder.is_dir():
-                print(f"WARNING: {folder} is damaged ({damage_reason(folder)}); building it again", file=sys.stderr)
+        if not folder.is_dir():
             remove_stale_temp(folder.parent, folder.name)
             with atomic_write(folder) as new:
                 new.mkdir()

@@ -193,22 +193,6 @@ def test_build_once_failed_build_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_build_once_damaged_folder_is_rebuilt(tmp_path, capsys):
-    def write(content):
-        return lambda new: (new / "file").write_text(content)
-
-    def read(folder):
-        return (folder / "file").read_text()
-
-    folder = tmp_path / "folder"
-    for damage, content in ((lambda _: None, "first"), (lambda _: "torn", "third")):
-        build_once(folder, write("first"))
-        build_once(folder, write("third"), damage)
-        assert read(folder) == content
-    assert f"{folder} is damaged (torn)" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [folder]
-
-
 def test_cache_root_prefers_argument_over_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("FOCUS_EXP_CACHE", str(tmp_path))
     assert cache_root() == tmp_path and cache_root("elsewhere").name == "elsewhere"

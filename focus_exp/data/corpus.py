@@ -74,7 +74,7 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
 
     source = find_source(cfg, assets, cache)
     folder = token_folder(source)
-    build_once(folder, tokenize, damage_reason)
+    build_once(folder, tokenize)
     # files may have moved since they were tokenized
     provenance = source.open()[0] if cfg.source == "files" else read_provenance(folder)
     provenance = replace(provenance, requested=requested_name(cfg), fingerprint=folder.name)
@@ -91,17 +91,6 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
 
 def read_provenance(folder: Path) -> Provenance:
     return Provenance(**json.loads((folder / "provenance.json").read_text(encoding="utf-8")))
-
-
-def damage_reason(folder: Path) -> str | None:
-    """Return why cached tokens cannot be used."""
-    try:
-        read_provenance(folder)
-        for split in SPLITS:
-            read_stream(folder, split, split)
-    except (OSError, EOFError, ValueError, TypeError) as error:
-        return first_line(error)
-    return None
 
 
 def requested_name(cfg: DataConfig) -> str:

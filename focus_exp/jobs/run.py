@@ -29,7 +29,6 @@ from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.jobs.compose import command_overrides
 from focus_exp.jobs.resume import check_fingerprint, resume_record
-from focus_exp.models.load import hash_tokenizer
 from focus_exp.reporting.run_report import write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
@@ -77,12 +76,10 @@ class Run:
     def describe_model(self, provenance: Provenance, parameters: int) -> None:
         """Print and record the model, after checking that an earlier attempt had the same one."""
         check_fingerprint("the model", self.record.model, provenance.fingerprint, self.folder)
-        path = self.config.model.path
         self.record.model = {
             "name": provenance.used.split(" (")[0],
             **asdict(provenance),
             "parameters": parameters,
-            **({"tokenizer": hash_tokenizer(path)} if path else {}),
         }
         print_provenance("model", provenance, f"{parameters:,} parameters")
 

@@ -7,9 +7,9 @@ import io
 import logging
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,13 +43,8 @@ def embedded_folder(cache: Path) -> Path:
 def convert_once(file: Path, digest: str, cache: Path) -> Path:
     """Return the folder in `cache` with the conversion of `file`."""
 
-    def build(folder: Path) -> None:
-        log.info("gguf: converting %s, %.0f MB, digest %s", file, file.stat().st_size / 1e6, digest)
-        start = time.monotonic()
-        convert(file, folder)
-        log.info("gguf: converted in %.0f s to %s", time.monotonic() - start, cache / "models")
-
-    return build_once(cache / "models" / f"{file.stem}-{digest}", build)
+    log.info("gguf: %s, digest %s", file, digest)
+    return build_once(cache / "models" / f"{file.stem}-{digest}", partial(convert, file))
 
 
 def convert(file: Path, folder: Path) -> None:

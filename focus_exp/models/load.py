@@ -36,8 +36,6 @@ from focus_exp.config import ModelConfig, is_shipped
 from focus_exp.errors import UserError
 from focus_exp.models import gguf
 from focus_exp.models.files import (
-    TOKENIZER_EXTRAS,
-    TOKENIZER_FILES,
     check_head,
     check_tokenizer,
     check_weights,
@@ -312,14 +310,6 @@ def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
 def hash_weights(path: str) -> str:
     """Hash a local model's configuration and weights to twelve hex digits."""
     return hash_files(find_local_model(path).hashed_files)
-
-
-def hash_tokenizer(path: str) -> str | None:
-    """Hash the tokenizer files of a local model; None without any."""
-    local = find_local_model(path)
-    files = [] if local.gguf else [local.folder / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS)]
-    files = [file for file in files if file.is_file()]
-    return hash_files(files) if files else None
 
 
 def hash_files(files: list[Path]) -> str:

@@ -290,7 +290,6 @@ def speed_rows(rows: list[Row]) -> list[Row]:
                 made.append(row.replace(**cells))
             elif ours is not None and full is not None:
                 made.append(row.replace(**cells, metric=metric, unit="x", value=ours / full))
-    mark_primary_speed(made)
     return made
 
 
@@ -300,31 +299,6 @@ def timed_case(row: Row) -> tuple[Any, ...]:
         row.clock, row.method, row.seq_len, row.groups, row.assignment, row.top_k, row.pair_rule, row.window,
         row.dtype, row.path,
     )  # fmt: skip
-
-
-def mark_primary_speed(rows: list[Row]) -> None:
-    """Mark for each k the timing of the trained router to show with its quality.
-
-    That is at the longest length at which all series were timed, with routing, or else the prefill.
-    """
-    timed = [row for row in rows if row.metric == "speedup" and row.source == "speed" and row.value]
-    for clock in ("attention", "prefill"):
-        timings = [row for row in timed if row.clock == clock]
-        if len({row.top_k for row in timings}) > 1:
-            break
-    else:
-        return
-    series: dict[Any, set[int]] = {}
-    for row in timings:
-        rule = row.pair_rule if row.top_k > 1 else ""
-        series.setdefault((row.groups, row.assignment, row.top_k, rule, row.window, row.dtype), set()).add(row.tokens)
-    common = max(set.intersection(*series.values()), default=0)
-    marked = set()
-    for row in sorted(timings, key=lambda row: row.groups):
-        key = row.top_k, row.pair_rule if row.top_k > 1 else ""
-        if row.tokens == common and row.assignment == "trained" and key not in marked:
-            marked.add(key)
-            row.primary = True
 
 
 def group_rows(rows: list[Row]) -> Iterator[Row]:

@@ -222,7 +222,7 @@ class Entry:
         if scored.method == "focus":
             top_k = scored.top_k or 1
             cells = {"source": "speed", "groups": scored.num_groups, "top_k": top_k}
-            cells |= {"pair_rule": scored.pair_rule, "primary": True} if top_k > 1 else {}
+            cells |= {"pair_rule": scored.pair_rule, "assignment": "trained"} if top_k > 1 else {}
         timed = [(timer, row) for timer, row in timings if select([row], cells)]
         best = max(
             timed,
