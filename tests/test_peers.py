@@ -1,4 +1,4 @@
-"""The peers' tests that matter most (see tests/peers.py), reduced: an attached model behaves like any other model."""
+"""A sample of the tests of transformers and PEFT (outcome of all: tests/peers.md) on attached models."""
 
 import copy
 from collections.abc import Callable
