@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -127,7 +130,7 @@ def train_phase(
         rank=rank(),
         world_size=world_size(),
     )
-    checkpoint = checkpoint_path(folder / CHECKPOINTS, name)
+    saved = checkpoint_path(folder / CHECKPOINTS, name)
     every = settings.probe_every
     if every is None:
         every = max(1, phase.steps // PROBES_PER_PHASE)
@@ -139,12 +142,9 @@ def train_phase(
         callbacks += [CentroidUpdates(model, config.focus)]
     if probed is not None and every and find_routers(model):
         callbacks += [Probe(StepLog(folder / PROBES, name, first_step), every, model, probed, precision)]
-    callbacks += [Checkpoint(checkpoint, settings.checkpoint_every)]
+    callbacks += [Checkpoint(saved, settings.checkpoint_every)]
     if config.has_router:
         callbacks += [GateAnnealing(config.focus)]
-    if settings.gradient_checkpointing:
-        # re-entrant checkpointing would drop gradients that reach only the router
-        model.activation_checkpointing_enable({"use_reentrant": False})
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
         strategy=lightning_strategy(settings),
@@ -165,11 +165,9 @@ def train_phase(
         default_root_dir=folder,
     )
     set_training_mode(model, phase)
-    resume = broadcast_object(checkpoint.exists())
-    with gather_batches(model, loader.split):
-        trainer.fit(task, loader, ckpt_path=checkpoint if resume else None, weights_only=True)
-    if settings.gradient_checkpointing:
-        model.activation_checkpointing_disable()
+    resume = broadcast_object(saved.exists())
+    with gather_batches(model, loader.split), checkpoint_layers(model, settings.gradient_checkpointing):
+        trainer.fit(task, loader, ckpt_path=saved if resume else None, weights_only=True)
     # Lightning leaves the model on the CPU
     move_to_device(model, precision.device)
     model.eval()
@@ -177,33 +175,25 @@ def train_phase(
 
 def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
     """Put methods in training mode, and the base only if it is trained: no dropout in a frozen one."""
-    trains_base = phase.trainable == "all"
-    model.train(trains_base)
-    for module in model.modules():
-        if not trains_base and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-            checkpoint_frozen(module)
+    model.train(phase.trainable == "all")
     for method in attached_methods(model).values():
         method.train()
 
 
-def checkpoint_frozen(layer: Any) -> None:
-    """Let a frozen GradientCheckpointingLayer recompute in eval mode, until checkpointing is enabled again.
+@contextmanager
+def checkpoint_layers(model: PreTrainedModel, is_enabled: bool) -> Iterator[None]:
+    """Recompute the activations of each layer in the backward pass; transformers does so in training mode only.
 
-    It checkpoints only if its own `training` is set, on which the dropout of some families depends too.
+    Re-entrant checkpointing would drop gradients that reach only the router.
     """
-    layer.training, checkpoint = True, layer._gradient_checkpointing_func
-
-    def checkpoint_eval(forward: Callable[..., Any], *inputs: Any) -> Any:
-        def run_in_eval(*inputs: Any) -> Any:
-            layer.training = False
-            try:
-                return forward(*inputs)
-            finally:  # recomputation ends early by an exception
-                layer.training = True
-
-        return checkpoint(run_in_eval, *inputs)
-
-    layer._gradient_checkpointing_func = checkpoint_eval
+    layers: list[Any] = [m for m in model.modules() if is_enabled and isinstance(m, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def quiet_lightning() -> None:
