@@ -35,8 +35,6 @@ from focus_exp.evaluation.benchmarks import (
     RequestStats,
     TaskResult,
     paired_difference,
-    read_result,
-    write_result,
 )
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.lm_eval_harness import LoadedTask, MaskedLM, run_task
@@ -520,17 +518,6 @@ def test_rows_have_a_difference_only_of_means_of_items(value, base, key, expecte
     ours, reference = result([1.0] * 9 + [0.0, 1.0, 0.0], value), result([1.0] * 10 + [0.0, 0.0], base)
     change = ours.change(ours.metrics[0], reference)
     assert (change and change.value) == expected
-
-
-def test_result_round_trips_through_disk(tmp_path):
-    metrics = [Metric("acc", "none", 0.5, None, True), Metric("exact_match", "strict", 0.1, 0.2, True)]
-    samples = [{"document": "t/0", "filter": "none", "scores": {"acc": 1.0}, "doc": {"text": "a\u2028b\nc"}}]
-    result = TaskResult(metrics, samples, {"requests": 3}, [[0.5, 0.5]], "1", 2, "here", 1.5, key="bfloat16 w")
-    assert read_result(tmp_path, result.key) is None
-    write_result(tmp_path, result)
-    assert read_result(tmp_path, result.key) == result
-    assert read_result(tmp_path, "float32 w") is None
-    assert [metric.name for metric in result.metrics] == ["acc", "exact_match (strict)"]
 
 
 @pytest.fixture

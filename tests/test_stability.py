@@ -13,16 +13,14 @@ from builders import scored, write_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import only_run, outcome, record_of, router_steps, run, tiny
-from test_training import ALL, FLOAT32, ROUTER, T, focus, routers
+from test_training import ALL, FLOAT32, ROUTER, T, blocks_of, focus, routers, train
 
 from focus_exp import config as schema
 from focus_exp.attention.router import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
-from focus_exp.config import FocusConfig
-from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.models.methods import attached_methods
 from focus_exp.reporting.load import load_run, select
-from focus_exp.results.metrics import METRICS, read_metrics
+from focus_exp.results.metrics import read_metrics
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import (
     PROBES,
@@ -33,7 +31,6 @@ from focus_exp.training.callbacks import (
     router_statistics,
 )
 from focus_exp.training.module import auxiliary_losses
-from focus_exp.training.phases import train_phase
 
 K = 4
 LOSSES = {"balance_loss": 0.5, "entropy_loss": 0.1}
@@ -41,27 +38,8 @@ RECLUSTER = {"centroid_update": "recluster", "recluster_every": 2}
 FOR_THE_METHOD = (*LOSSES, "detach_inputs", "centroid_update", "assignment", "train_with")
 
 
-def blocks_of(seed: int) -> SequenceDataset:
-    tokens = np.random.default_rng(seed).integers(0, 256, 8 * T, dtype=np.int32)
-    return SequenceDataset(TokenStream("random", tokens, np.array([0, len(tokens)]), ["text"]), T, cross_documents=True)
-
-
 def attached(model, options):
     return focus(model, assignment="softmax", **{k: v for k, v in options.items() if k in FOR_THE_METHOD})
-
-
-def train(model, phase, folder, options=None, probed=None, **trainer):
-    config = schema.Config(
-        model=schema.ModelConfig(name="tiny"),
-        attention=FocusConfig(name="focus", method="focus", **options or {}),
-        recipe=schema.RecipeConfig(name="recipe", phases={"phase": phase}),
-        data=schema.DataConfig(name="random", source="files", seq_len=T),
-        eval=schema.EvalConfig(name="eval"),
-        trainer=schema.TrainerConfig(name="trainer", accelerator="cpu", progress=False, **trainer),
-        logger=schema.LoggerConfig(name="logger"),
-    )
-    train_phase(model, blocks_of(0), config, phase, "phase", 0, FLOAT32, folder, [], probed)
-    return [line["loss"] for line in read_metrics(folder / METRICS)]
 
 
 def states(model) -> torch.Tensor:

@@ -35,10 +35,16 @@ def focus(model, **options):
     return attach(model, "focus", **{"groups": 4, "window": 4, "sinks": 1} | options)
 
 
-def train(model, phase: schema.PhaseConfig, folder: Path, attention: dict | None = None, **trainer) -> list[float]:
+def blocks_of(seed: int) -> SequenceDataset:
+    """Random tokens in eight sequences."""
+    tokens = np.random.default_rng(seed).integers(0, 256, 8 * T, dtype=np.int32)
+    return SequenceDataset(TokenStream("random", tokens, np.array([0, len(tokens)]), ["text"]), T, cross_documents=True)
+
+
+def train(
+    model, phase: schema.PhaseConfig, folder: Path, attention: dict | None = None, probed=None, **trainer
+) -> list[float]:
     """Train `model` on random tokens; returns the loss of every optimizer step."""
-    tokens = np.random.default_rng(0).integers(0, 256, 8 * T, dtype=np.int32)
-    stream = TokenStream("random", tokens, np.array([0, len(tokens)]), ["text"])
     config = schema.Config(
         model=schema.ModelConfig(name="tiny"),
         attention=FocusConfig(name="focus", method="focus", **attention or {}),
@@ -48,7 +54,7 @@ def train(model, phase: schema.PhaseConfig, folder: Path, attention: dict | None
         trainer=schema.TrainerConfig(name="trainer", accelerator="cpu", progress=False, **trainer),
         logger=schema.LoggerConfig(name="logger"),
     )
-    train_phase(model, SequenceDataset(stream, T, cross_documents=True), config, phase, "phase", 0, FLOAT32, folder, [])
+    train_phase(model, blocks_of(0), config, phase, "phase", 0, FLOAT32, folder, [], probed)
     return [line["loss"] for line in read_metrics(folder / METRICS)]
 
 

@@ -28,17 +28,19 @@ from focus_exp.evaluation.controls import (
     WINDOW_ONLY,
     Variant,
     full_attention,
+    method_variant,
     random_groups,
+    route_hard,
     slug,
-    trained_name,
+    trained_variant,
     window_only,
 )
 from focus_exp.evaluation.perplexity import PairCounter, score
 from focus_exp.evaluation.statistics import sequence_means, sequence_sums
-from focus_exp.models.methods import is_causal, set_routing, swap_methods
+from focus_exp.models.methods import swap_methods
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
-from focus_exp.results.measurement import Measurement, hard_variant, loss_change
+from focus_exp.results.measurement import Measurement, loss_change
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
@@ -326,23 +328,16 @@ class BenchmarkEvaluator:
         for task in self.config.eval.tasks:
             if recipe.trains("lora") or recipe.trains("all"):
                 with full_attention(self.model):
-                    name = trained_name(self.model, self.config)
-                    self.add(Variant(name=name, kind="trained"), task)
+                    self.add(trained_variant(self.model, self.config), task)
             if self.config.has_router:
                 self.measure_focus(task)
             elif attention.method != "full":
-                causal = is_causal(self.model)
-                self.add(Variant(name=attention.name, kind="control", method=attention.method, causal=causal), task)
+                self.add(method_variant(self.model, self.config), task)
 
     def measure_focus(self, task: str) -> None:
         """Score the configured hard routing, then its controls on the same requests."""
         attention, model = self.config.focus, self.model
-        set_routing(model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
-        variant = Variant(
-            name=hard_variant("focus", attention.top_k, attention.pair_rule), kind="hard", method="focus",
-            causal=is_causal(model), top_k=attention.top_k, pair_rule=attention.pair_rule,
-        )  # fmt: skip
-        result = self.add(variant, task)
+        result = self.add(route_hard(model, attention.top_k, attention.pair_rule), task)
         if result is None or not self.config.eval.controls:
             return
         controls: list[tuple[str, str, dict[int, Any]]] = [

@@ -14,7 +14,8 @@ from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.config import Config, FocusConfig
 from focus_exp.models.lora import describe_lora
-from focus_exp.models.methods import attached_methods, disable_method
+from focus_exp.models.methods import attached_methods, disable_method, is_causal, set_routing
+from focus_exp.results.measurement import hard_variant
 
 BASE, SOFT = "base", "focus_soft"
 WINDOW_ONLY, WIDE_WINDOW = "window_only", "window_density_matched"
@@ -64,11 +65,25 @@ class Variant:
         return None if largest is None else min(1.0, largest * memberships)
 
 
-def trained_name(model: PreTrainedModel, config: Config) -> str:
-    """Return the name of trained base weights: `trained`, or `lora_r4`."""
-    if not config.recipe.trains("lora"):
-        return "trained"
-    return str(describe_lora(model)["name"])
+def trained_variant(model: PreTrainedModel, config: Config) -> Variant:
+    """Return the variant of trained base weights: `trained`, or `lora_r4`."""
+    name = str(describe_lora(model)["name"]) if config.recipe.trains("lora") else "trained"
+    return Variant(name=name, kind="trained")
+
+
+def method_variant(model: PreTrainedModel, config: Config) -> Variant:
+    """Return the variant of an attached method without a Focus router."""
+    attention = config.attention
+    return Variant(name=attention.name, kind="control", method=attention.method, causal=is_causal(model))
+
+
+def route_hard(model: PreTrainedModel, top_k: int, pair_rule: str, phase: str | None = None) -> Variant:
+    """Set hard routing of Focus, and return its variant."""
+    set_routing(model, hard=True, top_k=top_k, pair_rule=pair_rule)
+    return Variant(
+        name=hard_variant("focus", top_k, pair_rule), kind="hard", method="focus", causal=is_causal(model),
+        top_k=top_k, pair_rule=pair_rule, phase=phase,
+    )  # fmt: skip
 
 
 def full_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:

@@ -34,9 +34,11 @@ from focus_exp.evaluation.controls import (
     WINDOW_ONLY,
     Variant,
     full_attention,
+    method_variant,
     random_groups,
+    route_hard,
     slug,
-    trained_name,
+    trained_variant,
     window_only,
 )
 from focus_exp.evaluation.statistics import mean_by_position, read_arrays, sequence_sums, token_mean
@@ -239,7 +241,7 @@ class PerplexityEvaluator:
         """Score soft and hard routing after a phase that others follow."""
         before = len(self.variants)
         self.measure_soft(phase)
-        self.measure_hard(self.config.focus.top_k, self.config.focus.pair_rule, phase)
+        self.add(route_hard(self.model, self.config.focus.top_k, self.config.focus.pair_rule, phase))
         self.after_phases += [m for variant in self.variants[before:] for m in self.measure(variant, phase)]
         del self.variants[before:]
 
@@ -248,15 +250,13 @@ class PerplexityEvaluator:
         attention = self.config.attention
         if self.config.recipe.trains("lora") or self.config.recipe.trains("all"):
             with full_attention(self.model):
-                name = trained_name(self.model, self.config)
-                self.add(Variant(name=name, kind="trained"))
+                self.add(trained_variant(self.model, self.config))
         if self.config.has_router:
             self.measure_focus()
         elif attention.method != "full":
             if self.config.dual:  # an adapter may be measured at another number of groups
                 set_routing(self.model, hard=True, top_k=self.config.dual.top_k)
-            causal = is_causal(self.model)
-            self.add(Variant(name=attention.name, kind="control", method=attention.method, causal=causal))
+            self.add(method_variant(self.model, self.config))
             self.measure_adapters()
 
     def measure_focus(self) -> None:
@@ -264,7 +264,7 @@ class PerplexityEvaluator:
         attention = self.config.focus
         configured = (attention.top_k, attention.pair_rule)
         self.measure_soft()
-        scores = {routing: self.measure_hard(*routing) for routing in self.hard_routings()}[configured]
+        scores = {routing: self.add(route_hard(self.model, *routing)) for routing in self.hard_routings()}[configured]
         if not is_causal(self.model) and attention.balance_sequences:
             self.measure_causal_counterparts()
         set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
@@ -285,14 +285,6 @@ class PerplexityEvaluator:
     def measure_soft(self, phase: str | None = None) -> None:
         set_routing(self.model, hard=False)
         self.add(Variant(name=SOFT, kind="soft", method="focus", causal=is_causal(self.model), phase=phase))
-
-    def measure_hard(self, top_k: int, rule: str, phase: str | None = None) -> Scores | None:
-        set_routing(self.model, hard=True, top_k=top_k, pair_rule=rule)
-        variant = Variant(
-            name=hard_variant("focus", top_k, rule), kind="hard", method="focus", causal=is_causal(self.model),
-            top_k=top_k, pair_rule=rule, phase=phase,
-        )  # fmt: skip
-        return self.add(variant)
 
     def measure_causal_counterparts(self) -> None:
         """Score a non-causal router with groups that depend on each token alone."""
@@ -392,8 +384,7 @@ class PerplexityEvaluator:
     def measure(self, variant: Variant, phase: str | None = None) -> Iterator[Measurement]:
         """Yield the numbers of a variant; a failed one has no values."""
         scores, losses, name = self.scores.get(variant.key), self.losses, variant.name
-        units = losses.summary() if losses.nll else None
-        count, dof = (units.count, units.freedom) if units else (None, None)
+        count = losses.unit_count if losses.nll else None
         settings = variant.settings | {
             "top_k": variant.top_k, "pair_rule": variant.pair_rule, "window": variant.window, "phase": phase,
             "path": scores.path or None if scores else None,
@@ -403,7 +394,7 @@ class PerplexityEvaluator:
             last = phases.get(phase or "") or next(reversed(phases.values()), None)
             settings["trainable"] = last.trainable if last else phase
         if scores is None or variant.error is not None:
-            yield Measurement(variant=name, metric="perplexity", value=None, n=count, settings=settings | {"dof": dof})
+            yield Measurement(variant=name, metric="perplexity", value=None, n=count, settings=settings)
             return
         nll, window, at_phase = scores.nll, self.config.attention.window, {"phase": phase}
         density, distant_density = variant.density(scores.pairs.sparsity), scores.pairs.distant_density
@@ -412,7 +403,8 @@ class PerplexityEvaluator:
             total, distant, _ = self.scores[self.configured].pairs.totals
             distant_density = 1 - scores.pairs.sparsity * total / distant if distant else distant_density
         common: dict[str, Any] = {"variant": name, "density": density}
-        mean, (low, high) = token_mean(nll), losses.estimate(variant.key).bounds
+        mean, interval = token_mean(nll), losses.estimate(variant.key)
+        (low, high), dof = interval.bounds, interval.freedom
         yield Measurement(
             metric="perplexity", value=perplexity(mean), low=perplexity(low), high=perplexity(high), n=count,
             settings=settings | {"dof": dof}, **common,

@@ -30,21 +30,15 @@ def token_mean(nll: np.ndarray) -> float | None:
 
 
 def mean_by_position(nll: np.ndarray, window: int) -> list[tuple[int, int, float, int]]:
-    """Return mean losses in about BINS bins of positions; one begins at `window`.
+    """Return mean losses in BINS bins of positions, the one with the end of `window` cut there.
 
     Returns:
         (start, end, loss in nats per token, tokens) for positions start <= p < end.
     """
     length = nll.shape[1]
-    # halves of the window while there are few bins, its multiples when there would be too many
-    width = window if 0 < window < length else length
-    while width > 1 and width % 2 == 0 and 2 * length <= BINS * width:
-        width //= 2
-    while length > BINS * width:
-        width *= 2
+    edges = {*np.linspace(0, length, BINS + 1).astype(int).tolist(), *([window] if window < length else [])}
     bins = []
-    offset = window % width if 0 < window < length else 0
-    for start, end in pairwise([*([0] if offset else []), *range(offset, length, width), length]):
+    for start, end in pairwise(sorted(edges)):
         values = nll[:, start:end]
         if (value := token_mean(values)) is not None:
             bins.append((start, end, value, int((~np.isnan(values)).sum())))

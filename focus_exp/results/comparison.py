@@ -66,7 +66,7 @@ def paired_changes(scored: Scored, references: list[str]) -> Iterator[Measuremen
         for name, (losses, own_name, own_tokens) in scored.items():
             if name != reference and own_tokens == tokens and losses.units == other.units:
                 change = losses.difference(own_name, other, other_name)
-                bounds, count = (change.value, *change.bounds), losses.summary().count
+                bounds, count = (change.value, *change.bounds), losses.unit_count
                 yield from loss_change(name, reference, bounds, n=count, settings={"dof": change.freedom})
 
 

@@ -8,27 +8,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from focus_exp.errors import UserError
-from focus_exp.results.intervals import FEWEST, Estimate, estimate, units_of
+from focus_exp.results.intervals import Estimate, estimate, units_of
 from focus_exp.results.measurement import MAX_NATS, Measurement
 from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
 KEY = ("of", "document", "offset", "tokens")
 DIGITS = 1e-5  # nats: nine digits of the losses leave this of a bound over few units
-
-
-@dataclass(frozen=True)
-class Units:
-    """Independent units of intervals by Student's t; freedom: degrees of freedom."""
-
-    kind: Literal["document", "sequence"]
-    count: int
-    freedom: float | None
 
 
 @dataclass
@@ -46,11 +37,10 @@ class Losses:
     def documents(self) -> list[str]:
         return [document for document, _, _ in self.units]
 
-    def summary(self) -> Units:
-        """Return the units that intervals are over."""
-        units = units_of(self.documents)
-        kind: Literal["document", "sequence"] = "document" if len(set(self.documents)) >= FEWEST else "sequence"
-        return Units(kind, int(units.max()) + 1, self._estimate(np.arange(len(units))).freedom)
+    @property
+    def unit_count(self) -> int:
+        """Return the number of independent units that intervals are over."""
+        return int(units_of(self.documents).max()) + 1
 
     def estimate(self, name: str) -> Estimate:
         """Return the mean of a variant."""

@@ -6,10 +6,10 @@ Runs that differ in their budget only share one cached fit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.attention.focus_dual import UNSET, FocusDual
-from focus_exp.attention.selection import Selection, Sequence, top_k_groups
+from focus_exp.attention.selection import top_k_groups
 from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, set_budget
 from focus_exp.progress import ProgressBar
@@ -233,24 +233,18 @@ def record_logits(
     model: PreTrainedModel, sequences: list[Tensor], precision: Precision, description: str
 ) -> dict[FocusDual, tuple[Tensor, Tensor]]:
     """Return queries' scores and keys' logits `(n, N, K)` of routing layers on the N tokens of `sequences`."""
-    recorded: dict[FocusDual, list[tuple[Tensor, Tensor]]] = {
-        m: [] for m in dual_methods(model).values() if m.is_routed
-    }
+    recorded: dict[FocusDual, list[tuple[Tensor, Tensor]]] = {}
 
-    def recorder(method: FocusDual) -> Callable[[Tensor, Sequence], Selection]:
-        route = method.route
+    def record(method: Any, args: tuple[Any, ...]) -> None:
+        if args[0] == "route":
+            _, h, sequence = args
+            position = torch.arange(h.shape[1], device=h.device) - sequence.start
+            recorded.setdefault(method, []).append(method.logits(h, position))
 
-        def record(h: Tensor, sequence: Sequence) -> Selection:
-            recorded[method].append(method.logits(h, torch.arange(h.shape[1], device=h.device) - sequence.start))
-            return route(h, sequence)
-
-        return record
-
-    with ExitStack() as stack:
-        for method in recorded:
-            vars(method)["route"] = recorder(method)
-            stack.callback(vars(method).pop, "route")
-        run_forward(model, sequences, precision, description)
+    handles = [m.register_forward_pre_hook(record) for m in dual_methods(model).values() if m.is_routed]
+    run_forward(model, sequences, precision, description)
+    for handle in handles:
+        handle.remove()
     return {
         method: (torch.cat([x[0] for x, _ in pairs], 1), torch.cat([x[0] for _, x in pairs], 1))
         for method, pairs in recorded.items()
