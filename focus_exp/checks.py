@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from importlib.util import find_spec
@@ -15,13 +16,11 @@ from focus_exp.attention.options import FitOptions, did_you_mean, validate_optio
 from focus_exp.config import (
     ATTENTION,
     GROUPS,
-    AttentionConfig,
     Config,
     DataConfig,
-    FocusConfig,
     ModelConfig,
-    PhaseConfig,
     find_schema,
+    list_keys,
     shipped,
 )
 from focus_exp.errors import UserError, not_installed
@@ -82,38 +81,32 @@ def drop_file_fields(group: str, part: Part) -> Part:
 def refuse_unknown_keys(composed: DictConfig, prefix: str = "") -> None:
     """Raise UserError for a key that no schema has: OmegaConf lets +key=value add some."""
     schema = OmegaConf.get_type(composed)
-    names = names_of(schema) if isinstance(schema, type) and is_dataclass(schema) else None
+    names = [item.name for item in fields(schema)] if is_dataclass(schema) else None
     if prefix == "budget.":
         names = list(shipped("budget")["base"])
     for key in map(str, composed):
         if names is not None and key not in names:
-            raise UserError(unknown_key_reason(prefix + key, names if prefix == "budget." else schema))
+            raise UserError(unknown_key_reason(prefix + key))
         if not OmegaConf.is_missing(composed, key) and isinstance(composed[key], DictConfig):
             refuse_unknown_keys(composed[key], f"{prefix}{key}.")
 
 
-def unknown_key_reason(key: str, schema: Any) -> str:
-    """Return what to type instead of a dotted key that its schema, or list of names, does not have."""
-    if isinstance(schema, list):
-        return f"{key} is not a key{did_you_mean(key.rpartition('.')[2], schema) if schema else ''}"
+def unknown_key_reason(key: str) -> str:
+    """Return what to type instead of a dotted key that does not exist."""
     if reason := renamed_key_reason(key):
         return reason
     group, _, name = key.rpartition(".")
-    method = "full attention" if schema is AttentionConfig else schema.__name__.removesuffix("Config")
-    unknown = f"{key} is not an option of {method}" if group == "attention" else f"{key} is not a key"
-    homes = GROUPS | {"attention": FocusConfig, "recipe.phases.<phase>": PhaseConfig}
-    known_name = SYNONYMS.get(name, name)
-    elsewhere = [f"{home}.{known_name}" for home, part in homes.items() if known_name in names_of(part)]
-    methods = [method for method, known in ATTENTION.items() if name in names_of(known)]
-    if group == "attention" and methods:
-        return f"{unknown}; it is one of attention={' and attention='.join(methods)}"
-    if elsewhere:
-        return f"{unknown}; did you mean {' or '.join(elsewhere)}?"
-    return f"{unknown}{did_you_mean(name, names_of(schema))}"
-
-
-def names_of(schema: Any) -> list[str]:
-    return [item.name for item in fields(schema)]
+    name = SYNONYMS.get(name, name)
+    keys = [*GROUPS, *(known for known in list_keys() if group == "budget" or not known.startswith("budget."))]
+    same = [known for known in keys if known.rpartition(".")[2] == name]
+    if key in same:
+        methods = [method for method, schema in ATTENTION.items() if name in (item.name for item in fields(schema))]
+        return f"{key} is not an option of this method; it is one of attention={' and attention='.join(methods)}"
+    if same:
+        return f"{key} is not a key; did you mean {' or '.join(same)}?"
+    group = re.sub(r"(recipe\.phases\.)\w+", r"\1<phase>", group)
+    siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == group]
+    return f"{key} is not a key{did_you_mean(name, siblings) if siblings else ''}"
 
 
 def validate(config: Config) -> None:

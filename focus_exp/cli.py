@@ -6,19 +6,16 @@ import ast
 import os
 import re
 from collections import deque
-from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from textwrap import fill
-from typing import Any, get_type_hints
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import OverrideParseException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from focus_exp.attention.options import TYPE_NAMES, did_you_mean
 from focus_exp.checks import unknown_key_reason
-from focus_exp.config import ATTENTION, GROUPS, JOBS, Config, conf_dir, shipped
+from focus_exp.config import JOBS, conf_dir, list_keys
 from focus_exp.errors import UserError, first_line
 from focus_exp.renames import renamed_key_reason
 
@@ -126,23 +123,13 @@ def split_elements(values: str) -> list[str]:
 def find_text_keys() -> tuple[frozenset[str], frozenset[str]]:
     """Return the keys of texts, and those of lists of texts (`tables.*`: of every key below)."""
     texts, lists = set(), set()
-
-    def visit(schema: Any, prefix: str) -> None:
-        hints = get_type_hints(schema)
-        for item in fields(schema):
-            key, kind = prefix + item.name, hints[item.name]
-            if is_dataclass(kind):
-                visit(kind, f"{key}.")
-            elif kind in (str, str | None) and not item.metadata.get("choices"):
-                texts.add(key)
-            elif kind == list[str]:
-                lists.add(key)
-            elif kind == dict[str, list[str]]:
-                lists.add(f"{key}.*")
-
-    visit(Config, "")
-    for schema in ATTENTION.values():
-        visit(schema, "attention.")
+    for key, (kind, limits) in list_keys().items():
+        if kind in (str, str | None) and not limits.get("choices"):
+            texts.add(key)
+        elif kind == list[str]:
+            lists.add(key)
+        elif kind == dict[str, list[str]]:
+            lists.add(f"{key}.*")
     return frozenset(texts - {"experiment", "variant"}), frozenset(lists)  # these two choose files
 
 
@@ -250,16 +237,8 @@ def explain_cause(error: Exception) -> str:
         if match := re.search(pattern, message):
             groups = match.groupdict()
             return template.format(**groups | {"kind": KINDS.get(groups.get("kind", ""), groups.get("kind"))})
-    cause = error.__cause__ or error
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
-        return unknown_key_reason(str(cause.full_key), cause.object_type)
-    if match := re.search(r"Key '\w+' not in '(\w+)'\s+full_key: (\S+)", message):  # of a YAML file
-        schemas: dict[str, Any] = {s.__name__: s for s in (*GROUPS.values(), *ATTENTION.values(), Config)}  # type: ignore[union-attr]
-        if match[1] in schemas:
-            return unknown_key_reason(match[2], schemas[match[1]])
-    if match := re.search(r"Key '\w+' is not in struct\s+full_key: (\S+)", message):
-        group = match[1].partition(".")[0]
-        return unknown_key_reason(match[1], list(shipped(group)["base"]) if group == "budget" else [])
+    if match := re.search(r"Key '\w+' (?:not in '\w+'|is not in struct)\s+full_key: (\S+)", message):
+        return unknown_key_reason(match[1])
     if match := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':", message):
         group, name = match[2], match[1].removeprefix(f"{match[2]}/")
         choices = [choice for choice in message[match.end() :].split() if not re.match(r"base(_|$)", choice)]

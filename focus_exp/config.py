@@ -399,6 +399,22 @@ class Config:
 GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}
 
 
+@cache
+def list_keys() -> dict[str, tuple[Any, Any]]:
+    """Return type and limits of every dotted key, of attention.* those of the methods in ATTENTION."""
+    keys: dict[str, tuple[Any, Any]] = {f"budget.{name}": (None, {}) for name in shipped("budget")["base"]}
+    schemas: list[tuple[str, Any]] = [("", Config), ("recipe.phases.<phase>.", PhaseConfig)]
+    schemas += [("attention.", schema) for schema in ATTENTION.values()]
+    for prefix, schema in schemas:  # which grows
+        hints = get_type_hints(schema)
+        for item in fields(schema):
+            if is_dataclass(hints[item.name]):
+                schemas.append((f"{prefix}{item.name}.", hints[item.name]))
+            else:
+                keys[prefix + item.name] = hints[item.name], item.metadata
+    return keys
+
+
 def register_schemas() -> None:
     """Register the schemas that the defaults lists of conf/ name."""
     store = ConfigStore.instance()
