@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, load_adapter, save_adapter
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines import blocks, performer
+from focus_exp.attention.baselines.block_gate import BlockGate
+from focus_exp.attention.baselines.block_means import BlockMeans, TopBlocks
 from focus_exp.attention.baselines.longformer import Longformer
 from focus_exp.attention.baselines.magicpig import MagicPIG, Sampled, agree_twice, sampling_probability
 from focus_exp.attention.baselines.performer import Performer, orthogonal_directions
@@ -45,7 +47,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "magicpig": ("magicpig", {"hash_bits": 4, "hash_tables": 12, "recent_tokens": 3, "sinks": 1}),
     "best_tokens": ("best_tokens", {"density": 0.2, "window": 2, "sinks": 1}),
     "token_indexer": ("token_indexer", {"tokens_kept": 3, "window": 2, "sinks": 1}),
+    "block_means": ("block_means", {"density": 0.4, "keys_per_block": 4, "window": 2, "sinks": 1}),
+    "block_gate": ("block_gate", {"density": 0.4, "keys_per_block": 4, "window": 2, "sinks": 1, "size": 2}),
 }
+FITTED = ("token_indexer", "block_gate")
 ways = pytest.mark.parametrize("way", TINY)
 families = pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])  # MHA, GQA, softcap and sliding layers
 
@@ -74,6 +79,10 @@ class Query:
     @property
     def q(self) -> Tensor:
         return self.mates[self.place]
+
+    @property
+    def share(self) -> int:
+        return len(self.mates)
 
     def score(self, j: int) -> Tensor:
         s = (self.q @ self.k[j]) * self.scaling
@@ -161,7 +170,7 @@ def number_of(method: TopTokens, distant: int) -> int:
 
 def kept_of(method: TopTokens, x: Query, worth: Callable[[int], Tensor]) -> tuple[Tensor, list[int]]:
     near = [j for j in x.keys if x.is_near(j, method.window, method.sinks)]
-    distant = sorted(set(x.keys) - set(near), key=lambda j: -worth(j).item())
+    distant = sorted(set(x.keys) - set(near), key=lambda j: worth(j).tolist(), reverse=True)
     keys = sorted([*near, *distant[: number_of(method, len(distant))]])
     return x.softmax(keys), keys
 
@@ -183,6 +192,27 @@ def best_formula(method: BestTokens, x: Query, case: "Case", b: int) -> tuple[Te
     return kept_of(method, x, lambda j: sum(head[j] for head in heads))
 
 
+def block_formula(method: TopBlocks, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    mates = [j for j in case.real[b] if case.sequence.start[b, j] == x.start]
+
+    def members(block: int) -> list[int]:
+        return [j for j in mates if (j - x.start) // method.keys_per_block == block and j - x.start >= method.sinks]
+
+    def score(block: int) -> float:
+        if isinstance(method, BlockMeans):
+            return float((x.q @ x.k[members(block)].mean(0)).detach())
+        weight = method.projection.double().unflatten(1, (case.key_heads, 4, method.size))
+        tokens = (case.h[b] - method.mean.double()) / method.scale.double()
+        keys, queries = (torch.einsum("te,eir->tir", tokens, w) for w in weight[:, x.head // x.share].split([1, 3], 1))
+        pooled = keys[members(block), 0]
+        return float((queries[x.i] * torch.stack([pooled.mean(0), pooled.amax(0), pooled.amin(0)])).sum().detach())
+
+    size = method.keys_per_block
+    own = (x.i - x.start) // size
+    scores = {n: score(n) if n < own else math.inf for n in range(own + 1) if members(n)}
+    return kept_of(method, x, lambda j: torch.tensor([scores[(j - x.start) // size], j], dtype=torch.float64))
+
+
 FORMULAS: dict[type[AttentionMethod], Callable[..., tuple[Tensor, list[int]]]] = {
     Longformer: longformer_formula,
     Performer: performer_formula,
@@ -191,6 +221,8 @@ FORMULAS: dict[type[AttentionMethod], Callable[..., tuple[Tensor, list[int]]]] =
     MagicPIG: magicpig_formula,
     TokenIndexer: indexer_formula,
     BestTokens: best_formula,
+    BlockMeans: block_formula,
+    BlockGate: block_formula,
 }
 
 
@@ -331,6 +363,17 @@ OPTIONS = {
             }
         ),
     ),
+    **dict.fromkeys(
+        ["block_means", "block_gate"],
+        st.fixed_dictionaries(
+            {
+                "density": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+                "keys_per_block": st.integers(1, 5),
+                "window": st.integers(0, 4),
+                "sinks": st.integers(0, 2),
+            }
+        ),
+    ),
 }
 
 
@@ -339,7 +382,7 @@ OPTIONS = {
 @settings(max_examples=7)
 def test_baseline_any_input_equals_formula(name, data):
     case = data.draw(cases(softcap=name != "performer"))
-    method = build(name, LayerShape(WIDTH, case.heads, SIZE, 0), **data.draw(OPTIONS[name])).eval()
+    method = build(name, LayerShape(WIDTH, case.heads, SIZE, 0, case.key_heads), **data.draw(OPTIONS[name])).eval()
     ours, theirs = ([t.clone().requires_grad_() for t in case.tensors] for _ in range(2))
     out, counts = case.run(method, ours)
     expected, total, kept = case.formula(method, theirs)
@@ -374,7 +417,7 @@ def test_random_groups_per_head_are_independent(layer, seed):
 
 
 def shape(heads: int = 4, size: int = 16, index: int = 0) -> LayerShape:
-    return LayerShape(width=WIDTH, heads=heads, head_dim=size, index=index)
+    return LayerShape(width=WIDTH, heads=heads, head_dim=size, index=index, kv_heads=heads // 2)
 
 
 def problem(length: int, heads: int = 4, key_heads: int = 2, size: int = 16, seed: int = 0) -> list[Tensor]:
@@ -556,7 +599,7 @@ def before_and_padding(direction: Tensor) -> Tensor:
     return torch.cat([direction.expand(5, -1), -direction.expand(3, -1)])[None]
 
 
-@pytest.mark.parametrize("name", ["performer", "sparq", "magicpig", "best_tokens", "token_indexer"])
+@pytest.mark.parametrize("name", ["performer", "sparq", "magicpig", "best_tokens", "token_indexer", "block_means"])
 def test_baseline_sink_logits_raise(name):
     q, k, v = problem(8)
     sequence = Sequence.plain(1, 8)
@@ -738,7 +781,9 @@ def test_baseline_packed_sequences_are_independent(attached, family, way):
 def test_baseline_training_updates_base_only(attached, family, way):
     model, tokens = attached(family, way).train(), tokens_of()
     fitted = freeze(model, "router")  # to the base's own attention, not through the model
-    assert all(name.endswith("_projection") for name in fitted) and bool(fitted) == (way == "token_indexer")
+    assert all(name.endswith("projection") for name in fitted) and bool(fitted) == (
+        way in ("token_indexer", "block_gate")
+    )
     freeze(model, "all")
     for name in fitted:
         model.get_parameter(name).requires_grad_(False)

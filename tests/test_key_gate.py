@@ -15,8 +15,9 @@ from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.attention.key_gate import GateTraining, KeyGate
 from focus_exp.attention.selection import AttentionArgs, base_mask, local_mask
 from focus_exp.models.methods import attached_methods, observe_selections
+from focus_exp.training.baseline_fits import find_threshold, fit_baseline, fit_gate, key_importance, later_queries
+from focus_exp.training.focus_dual_fit.encoders import standardize
 from focus_exp.training.focus_dual_fit.importance import Observation
-from focus_exp.training.key_gate_fit import find_threshold, fit_gate, fit_gates, key_importance, later_queries
 from focus_exp.training.precision import choose_precision
 
 WIDTH, T = 12, 96
@@ -94,7 +95,11 @@ def test_key_importance_sums_over_queries_of_each_head():
 def test_fit_gate_predicts_importance_per_later_query():
     torch.manual_seed(0)
     method = KeyGate.create(LayerShape(WIDTH, 2, 4, 0, 1), **NEAR)
-    fit_gate(method, [planted(seed, 3.0) for seed in range(4)], 200, 0.02, torch.Generator().manual_seed(0))
+    observations = [planted(seed, 3.0) for seed in range(4)]
+    standardize(method, observations)
+    fit_gate(
+        method, observations, GateTraining(fit_steps=200, fit_learning_rate=0.02), torch.Generator().manual_seed(0)
+    )
     hidden = (planted(9).hidden.float() - method.mean) / method.scale
     scores, kind = method.scores(hidden)[:, 0].exp(), planted(9).hidden[:, 1] > 0.5
     assert scores[kind].min() > 2 * scores[~kind].max()
@@ -116,7 +121,7 @@ def test_later_queries_counts_distant_pairs():
     assert counts.tolist() == expected
 
 
-def test_fit_gates_shares_a_threshold_and_its_fit_between_densities(tiny_model, tmp_path):
+def test_fit_baseline_shares_a_threshold_and_its_fit_between_densities(tiny_model, tmp_path):
     sequences = list(torch.randint(256, (3, 64), generator=torch.Generator().manual_seed(0)))
     precision, kept, states = choose_precision("float32", "cpu", trains_base=False), [], []
     counts = []
@@ -128,7 +133,7 @@ def test_fit_gates_shares_a_threshold_and_its_fit_between_densities(tiny_model, 
         torch.manual_seed(len(kept))
         model = attach(tiny_model("llama"), "key_gate", **NEAR)
         options = GateTraining(calibration_sequences=3, validation_sequences=1, fit_steps=6, density=density)
-        fit_gates(model, sequences, options, precision, tmp_path, seed=0)
+        fit_baseline(model, sequences, options, precision, tmp_path, seed=0)
         methods = list(attached_methods(model).values())
         counts.clear()
         with torch.no_grad(), observe_selections(model, observe):

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.key_gate import GateTraining
 from focus_exp.attention.options import FitOptions, FocusOptions
 from focus_exp.config import Config, DualConfig, RecipeConfig, TuneConfig, get_method_options
 from focus_exp.data import SequenceDataset
@@ -34,6 +33,7 @@ from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
 from focus_exp.storage import atomic_write, file_lock
+from focus_exp.training.baseline_fits import fit_baseline
 from focus_exp.training.callbacks import PROBES, probe_tokens, read_probes
 from focus_exp.training.checkpoints import checkpoint_path, repair_checkpoints
 from focus_exp.training.distributed import (
@@ -48,8 +48,6 @@ from focus_exp.training.distributed import (
     sequential_by_rank,
 )
 from focus_exp.training.focus_dual_fit.fit import fit_dual, format_fits, rebalance
-from focus_exp.training.indexer_fit import fit_indexers
-from focus_exp.training.key_gate_fit import fit_gates
 from focus_exp.training.module import NonFiniteError
 from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases, unreached_learning_rates
 from focus_exp.training.precision import Precision, choose_device
@@ -269,9 +267,7 @@ def fit_to_base(
         fits, seconds = fit_dual(model, sample, options, precision, cache, seed)
         print(f"{label}{format_fits(fits)}")
         return sample, [m for row in fits for m in row.measurements()], seconds
-    if isinstance(options, GateTraining):
-        return sample, [], fit_gates(model, sample, options, precision, cache, seed)
-    return sample, [], fit_indexers(model, sample, options, precision, cache, seed)
+    return sample, [], fit_baseline(model, sample, options, precision, cache, seed)
 
 
 def compose_fit_variants(config: Config) -> dict[str, DualConfig]:

@@ -24,6 +24,9 @@ METHODS = {  # label -> variant of the experiment `frontier`, then of `compare`
     "local window, 1,024": "window_1024",
     "random groups": "random_groups",
     "token indexer": "token_indexer",
+    "block means (MoBA)": "block_means_20",
+    "block gate (SeerAttention)": "block_gate_20",
+    "key gate": "key_gate_20",
     "SparQ": "sparq",
     "MagicPIG": "magicpig",
     "best tokens (oracle)": "best_tokens",
@@ -36,6 +39,10 @@ FAMILIES = {  # curve of the frontier -> methods; their variants and hard routin
     "local window": ["window", "window_512", "window_1024"],
     "random groups": ["random_groups"],
     "SparQ": ["sparq", "sparq_dense"],
+    **{
+        label: [f"{name}_{percent}" for percent in (5, 10, 20, 30)]
+        for label, name in (("block means", "block_means"), ("block gate", "block_gate"), ("key gate", "key_gate"))
+    },
 }
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.key_gate import KeyGate
 from focus_exp.attention.router import balance_potential
 from focus_exp.training.focus_dual_fit.importance import Observation
 
@@ -28,6 +26,13 @@ MAX_VALUE, VALUE_DECAY = 50.0, 0.1  # the same for a query's total importance, a
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
 PRETRAINING_RATE = 0.02  # learning rate on the cluster labels
 DECAY = 1e-3  # of squared weights: importance is noisy, and a classifier memorizes noise
+
+
+class Standardized(Protocol):
+    """Method that sees hidden states with mean 0 and deviation 1."""
+
+    mean: Tensor
+    scale: Tensor
 
 
 class SparseMatrix(NamedTuple):
@@ -103,14 +108,14 @@ class FitSequence:
 
 
 @torch.no_grad()
-def standardize(method: FocusDual | TokenIndexer | KeyGate, observations: list[Observation]) -> None:
+def standardize(method: Standardized, observations: list[Observation]) -> None:
     """Set the mean and scale with which `method` sees hidden states."""
     hidden = torch.cat([x.hidden for x in observations]).float()
     method.mean.copy_(hidden.mean(0))
     method.scale.copy_(hidden.std(0) + 1e-4)
 
 
-def standardized_tokens(observation: Observation, method: FocusDual | TokenIndexer | KeyGate) -> Tensor:
+def standardized_tokens(observation: Observation, method: Standardized) -> Tensor:
     """Return hidden states `(T, E)` of mean 0 and deviation 1."""
     return (observation.hidden.float().to(method.mean.device) - method.mean) / method.scale
 

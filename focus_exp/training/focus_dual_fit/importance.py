@@ -27,10 +27,9 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import scores, weights
-from focus_exp.attention.options import FitOptions
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
 from focus_exp.models.load import fingerprint, select_numerics
-from focus_exp.models.methods import attached_methods, swap_methods
+from focus_exp.models.methods import swap_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write, file_lock, remove, remove_stale_temp
 from focus_exp.training.precision import Precision
@@ -274,26 +273,3 @@ def load_or_compute(path: Path, compute: Callable[[], dict[str, Tensor]]) -> tup
             save_file(tensors, temporary, {"seconds": f"{time.perf_counter() - began:.3f}"})
     with safe_open(path, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, float(file.metadata()["seconds"])  # noqa: SIM118
-
-
-def fit_scores(
-    model: PreTrainedModel,
-    kind: type[Method],
-    sequences: list[Tensor],
-    options: FitOptions,
-    precision: Precision,
-    cache: Path,
-    seed: int,
-    fit: Callable[[Method, list[Observation], torch.Generator], dict[str, Tensor]],
-) -> tuple[dict[int, Method], dict[int, dict[str, Tensor]], float]:
-    """Fit the methods of a class that scores tokens, or read their fit.
-
-    Returns:
-        The methods and their fitted tensors by layer, and the seconds that the fit took.
-    """
-    sequences = sequences[: -options.validation_sequences]  # none of them is needed for validation
-    methods = {layer: m for layer, m in attached_methods(model).items() if isinstance(m, kind)}
-    shapes = {i: [m.window, m.sinks, *(list(p.shape) for p in m.parameters())] for i, m in methods.items()}
-    key = [shapes, options.fit_steps, options.fit_learning_rate]
-    with open_fit(cache, model, sequences, precision, [kind.__name__], *key, seed) as folder:
-        return methods, *fit_layers(model, methods, sequences, precision, folder, seed, fit)

@@ -1,0 +1,211 @@
+"""Fit `token_indexer`, `key_gate` and `block_gate` to the frozen base, from the observations of `focus_dual`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp.attention.base import AttentionMethod
+from focus_exp.attention.baselines.block_gate import BlockGate
+from focus_exp.attention.baselines.block_means import KeyBlocks
+from focus_exp.attention.baselines.top_tokens import TokenIndexer
+from focus_exp.attention.key_gate import GateTraining, KeyGate
+from focus_exp.attention.options import FitOptions
+from focus_exp.attention.selection import Sequence, causal_mask, local_mask
+from focus_exp.models.methods import attached_methods
+from focus_exp.training.focus_dual_fit.encoders import (
+    MAX_VALUE,
+    VALUE_DECAY,
+    draw_index,
+    minimize,
+    query_weights,
+    standardize,
+    standardized_tokens,
+)
+from focus_exp.training.focus_dual_fit.importance import Observation, fit_layers, open_fit
+from focus_exp.training.precision import Precision
+
+QUERIES_PER_STEP = 512
+NOT_FITTED = ("name", "method", "backend", "density", "tokens_kept")
+
+
+def fit_baseline(
+    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
+) -> float:
+    """Fit the attached methods of all layers to `sequences` `(T,)`; runs that differ in density share one fit.
+
+    Returns:
+        the seconds that the fit took.
+    """
+    sequences = sequences[: -options.validation_sequences]  # none of them is needed for validation
+    methods = attached_methods(model)
+    kind = type(next(iter(methods.values())))
+    fit_layer, importance = next(fit for base, fit in FITS.items() if issubclass(kind, base))
+    key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+
+    def fit(method: Any, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
+        standardize(method, observations)
+        measured: dict[str, Tensor] = fit_layer(method, observations, options, generator) or {}
+        return {**method.state_dict(), **measured}
+
+    with open_fit(cache, model, sequences, precision, [kind.name], key, sorted(methods), seed) as folder:
+        states, seconds = fit_layers(model, methods, sequences, precision, folder, seed, fit, importance)
+    if isinstance(options, GateTraining):
+        set_threshold(states, options.density)
+    for layer, state in states.items():
+        methods[layer].load_state_dict(state)
+    return seconds
+
+
+def fit_indexer(
+    method: TokenIndexer, observations: list[Observation], options: FitOptions, generator: torch.Generator
+) -> None:
+    """Minimize the cross-entropy of a query's scores over distant keys to their importance."""
+    tokens = [standardized_tokens(x, method) for x in observations]
+    importances = [pair_importance(x).to(method.mean.device) for x in observations]
+    mean = torch.stack([x.sum() for x in importances]).sum() / sum(map(len, importances))
+
+    def loss(step: int) -> Tensor:
+        index = draw_index(len(tokens), generator)
+        x, importance = tokens[index], importances[index]
+        rows = torch.randperm(len(x), generator=generator)[:QUERIES_PER_STEP].to(x.device)
+        distant = distant_pairs(method, len(x), x.device)[rows]
+        return selection_loss(method.scores(x[rows], x), importance[rows], distant, mean)
+
+    minimize(loss, list(method.parameters()), options.fit_learning_rate, options.fit_steps)
+
+
+def fit_block_gate(
+    method: BlockGate, observations: list[Observation], options: FitOptions, generator: torch.Generator
+) -> None:
+    """Minimize the cross-entropy of a query's scores over distant blocks to their attention mass."""
+    tokens = [standardized_tokens(x, method) for x in observations]
+    device, length, size = method.mean.device, len(tokens[0]), method.keys_per_block
+    blocks = KeyBlocks.of(Sequence.plain(1, length, device), size, method.sinks)
+    keys = distant_pairs(method, length, device)[None, :, :, None].float()  # (1, T, S, 1)
+    distant = blocks.pool(keys, "amax")[0, ..., 0] > 0  # (T, N)
+    distant &= torch.arange(distant.shape[1], device=device) < torch.arange(length, device=device)[:, None] // size
+    masses = [block_mass(x, size).to(device) * distant for x in observations]
+    mean = torch.cat([x.sum(-1) for x in masses], 1).mean(1, keepdim=True)[..., None]  # (n, 1, 1)
+
+    def loss(step: int) -> Tensor:
+        index = draw_index(len(tokens), generator)
+        gate = method.add_features(tokens[index][None] @ method.projection, blocks)
+        assert gate.queries is not None and gate.keys is not None
+        return selection_loss((gate.queries @ gate.keys.transpose(-1, -2))[0], masses[index], distant, mean)
+
+    minimize(loss, list(method.parameters()), options.fit_learning_rate, options.fit_steps)
+
+
+def selection_loss(scores: Tensor, importance: Tensor, candidates: Tensor, mean: Tensor) -> Tensor:
+    """Compute the cross-entropy of scores `(..., t, N)` to importance `(..., t, N)`, queries weighted by their total.
+
+    Args:
+        candidates: `(t, N)` bool.
+        mean: of a query's total importance.
+    """
+    log_p = scores.masked_fill(~candidates, -1e9).log_softmax(-1)
+    total = importance.sum(-1, keepdim=True)
+    weight = query_weights(total, mean)
+    target = importance / total.clamp(min=1e-30)
+    return -(weight * target * log_p).sum() / weight.sum().clamp(min=1e-6)
+
+
+def pair_importance(observation: Observation) -> Tensor:
+    """Return the importance `(T, T)` of each pair, summed over heads."""
+    values = (observation.fractions.float() * observation.total[..., None]).flatten(1)
+    return torch.zeros(len(values), len(values)).scatter_add_(1, observation.keys.flatten(1).long(), values)
+
+
+def block_mass(observation: Observation, size: int) -> Tensor:
+    """Return the importance `(n, T, N)` of each block of `size` keys to each query."""
+    values = observation.fractions.float() * observation.total[..., None]  # (T, n, M)
+    mass = torch.zeros(*values.shape[:2], -(-len(values) // size))
+    return mass.scatter_add_(2, observation.keys.long() // size, values).transpose(0, 1)
+
+
+def distant_pairs(method: AttentionMethod, length: int, device: torch.device) -> Tensor:
+    """Return the causal pairs beyond window and sinks, `(T, T)` bool."""
+    rows = slice(0, length)
+    visible = local_mask(Sequence.plain(1, length, device), rows, length, method.window, method.sinks)[0]
+    return causal_mask(rows, length, device) & ~visible
+
+
+def fit_gate(
+    method: KeyGate, observations: list[Observation], options: FitOptions, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Fit the log importance of a key per later query by Poisson regression on its token.
+
+    Returns:
+        scores `(N, n)` of all keys, and the number of later queries `(N,)`, for `set_threshold`.
+    """
+    device = method.mean.device
+    tokens = [standardized_tokens(x, method) for x in observations]
+    importance = [key_importance(x).to(device) for x in observations]
+    queries = [later_queries(method, len(x)).to(device)[:, None].float() for x in tokens]
+    mean = torch.cat(queries).mean().clamp(min=1e-6)
+    rate = torch.cat(importance).sum(0) / torch.cat(queries).sum().clamp(min=1)  # (n,)
+    rate = rate.clamp(min=torch.finfo(rate.dtype).tiny)
+
+    def loss(step: int) -> Tensor:
+        index = draw_index(len(tokens), generator)
+        score = method.scores(tokens[index]).clamp(-8, 8)
+        value = (importance[index] / (rate * mean)).clamp(max=MAX_VALUE)
+        decay = VALUE_DECAY * method.weight.square().sum() / len(method.weight)
+        return (queries[index] / mean * score.exp() - value * score).mean() + decay
+
+    with torch.no_grad():
+        method.weight.zero_()
+        method.bias.zero_()
+    minimize(loss, [method.weight, method.bias], options.fit_learning_rate, options.fit_steps)
+    with torch.no_grad():  # from here on scores compare across heads and layers
+        method.bias.add_(rate.log())
+        scores = torch.cat([method.scores(x) for x in tokens])
+    return {"scores": scores, "queries": torch.cat([later_queries(method, len(x)) for x in tokens])}
+
+
+def key_importance(observation: Observation) -> Tensor:
+    """Return the importance of each key to all later queries, `(T, n)`."""
+    values = (observation.fractions.float() * observation.total[..., None]).transpose(1, 2).flatten(0, 1)
+    keys = observation.keys.long().transpose(1, 2).flatten(0, 1)
+    return torch.zeros(observation.total.shape).scatter_add_(0, keys, values)
+
+
+def later_queries(method: KeyGate, length: int) -> Tensor:
+    """Return for how many queries of a sequence each key is distant, `(T,)` int; 0 for sinks."""
+    place = torch.arange(length)
+    return (length - 1 - method.window - place).clamp(min=0).where(place >= method.sinks, 0)
+
+
+def set_threshold(states: dict[int, dict[str, Tensor]], density: float) -> None:
+    """Add to the layers' states the common threshold of their measured scores, which are removed."""
+    measured = [(state.pop("scores"), state.pop("queries")) for state in states.values()]
+    threshold = find_threshold(
+        torch.cat([scores.flatten() for scores, _ in measured]),
+        torch.cat([queries[:, None].expand_as(scores).flatten() for scores, queries in measured]),
+        density,
+    )
+    for state in states.values():
+        state["threshold"] = threshold
+
+
+def find_threshold(scores: Tensor, queries: Tensor, density: float) -> Tensor:
+    """Return the score that keys with at most `density` of all distant pairs pass; a key has `queries` of them."""
+    order = scores.argsort(descending=True)
+    kept = queries[order].double().cumsum(0)
+    count = int((kept <= density * kept[-1]).sum())
+    return scores[order[count]] if count < len(order) else scores.new_tensor(float("-inf"))
+
+
+# fit of a layer by method, and the importance of pairs that it is fitted to
+FITS: dict[type[AttentionMethod], tuple[Callable[..., Any], str]] = {
+    TokenIndexer: (fit_indexer, "loss"),
+    KeyGate: (fit_gate, "loss"),
+    BlockGate: (fit_block_gate, "attention"),
+}
