@@ -423,10 +423,3 @@ def register_schemas() -> None:
         if group != "attention":  # MethodSource has its schemas
             store.store(group=group, name=f"base_{group}", node=schema)
     Plugins.instance().register(MethodSource)
-
-
-def load_recorded(values: dict[str, Any]) -> Any:
-    """Return a recorded configuration under the schema, which refuses unknown keys."""
-    recorded = OmegaConf.create(values)
-    recorded.attention = build_attention(recorded.attention)
-    return OmegaConf.merge(OmegaConf.structured(Config), recorded)

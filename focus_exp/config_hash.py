@@ -46,9 +46,9 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def flatten(values: dict[str, Any], *prefix: str) -> dict[tuple[str, ...], Any]:
+def flatten(values: dict[Any, Any], *prefix: Any) -> dict[tuple[Any, ...], Any]:
     """Return the values of nested dicts by their keys."""
-    flat: dict[tuple[str, ...], Any] = {}
+    flat: dict[tuple[Any, ...], Any] = {}
     for key, value in values.items():
         flat |= flatten(value, *prefix, key) if isinstance(value, dict) else {(*prefix, key): value}
     return flat

@@ -32,6 +32,13 @@ def make_config(*overrides: str) -> Config:
     return parse(compose_config(*overrides))
 
 
+def load_recorded(values: dict[str, Any]) -> Any:
+    """Return a recorded configuration under the schema, which refuses unknown keys."""
+    recorded = OmegaConf.create(values)
+    recorded.attention = schema.build_attention(recorded.attention)
+    return OmegaConf.merge(OmegaConf.structured(Config), recorded)
+
+
 def write_variants(folder: Path, variants: dict[str, list[str]], experiment: str = "adhoc") -> list[str]:
     """Write variants as overlays below `folder`; returns the arguments of a command that compares them.
 

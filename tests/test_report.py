@@ -16,10 +16,10 @@ from focus_exp.reporting.report import (
     check_numbers,
     check_report,
     display_table,
+    is_same_table,
     render_markdown,
     report_files,
     report_tables,
-    same_table,
     verdict_table,
     write_report,
 )
@@ -171,8 +171,9 @@ def test_check_report_finds_changed_number(results, content, made_once, tmp_path
     ("stored", "made", "same"),
     [(0.3, 0.1 + 0.2, True), (0.3, 0.3001, False), ("x", "y", False), ("", None, True), (1e-17, 2e-17, True)],
 )
-def test_same_table_has_tolerance(stored, made, same):
-    assert same_table(pd.DataFrame({"a": [str(stored)]}), pd.DataFrame({"a": [made]}, dtype=object)) is same
+def test_same_table_has_tolerance(tmp_path, stored, made, same):
+    pd.DataFrame({"a": [stored]}).to_csv(tmp_path / "a.csv", index=False)
+    assert is_same_table(tmp_path / "a.csv", pd.DataFrame({"a": [made]}, dtype=object)) is same
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ from math import isfinite
 import pandas as pd
 import pytest
 import torch
-from builders import make_config, scored
+from builders import load_recorded, make_config, scored
 from conftest import build
 from omegaconf import OmegaConf
 from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from focus_exp.config import load_recorded
 from focus_exp.config_hash import config_hash
 from focus_exp.jobs.train import save_weights
 from focus_exp.models.random import byte_tokenizer

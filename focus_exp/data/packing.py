@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from focus_exp.progress import ProgressBar
 TOKEN_FORMAT = 1
 MAX_UNSCORED = 0.05  # fraction of tokens in short documents that is not reported
 MIN_UNITS = 3  # sequences or documents, for an interval
-BATCH_CHARACTERS = 1_000_000
+BATCH = 64  # documents tokenized at once
 
 Document = tuple[str, str]  # name and text
 
@@ -100,27 +101,11 @@ def tokenize(
 ) -> Iterator[tuple[str, list[int]]]:
     """Yield name and token ids of each document that is not blank, with eos."""
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    for batch in batch_documents(documents):
-        texts = [text for _, text in batch]
-        encoded = tokenizer(texts, split_special_tokens=split_special_tokens, **options)
+    texts = (document for document in documents if document[1].strip())
+    while batch := list(islice(texts, BATCH)):
+        encoded = tokenizer([text for _, text in batch], split_special_tokens=split_special_tokens, **options)
         for (name, _), ids in zip(batch, encoded["input_ids"], strict=True):
             yield name, [*ids, tokenizer.eos_token_id]
-
-
-def batch_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents that are not blank into batches of about a million characters."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        if not document[1].strip():
-            continue
-        batch.append(document)
-        size += len(document[1])
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def read_stream(folder: Path, split: str, name: str) -> TokenStream:

@@ -25,6 +25,7 @@ from focus_exp.attention.options import FitOptions, RouterTraining, did_you_mean
 from focus_exp.checks import drop_file_fields, parse, validate
 from focus_exp.cli import quote_override
 from focus_exp.config import Config, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
+from focus_exp.config_hash import flatten
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import BASE_HINT, read_description
 from focus_exp.results.record import RECORD, Record
@@ -148,17 +149,7 @@ def read_settings(path: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for entry in values.pop("defaults", []):
         settings |= {key.removeprefix("override /"): value for key, value in entry.items()}
-    return settings | flatten(values)
-
-
-def flatten(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif f"{prefix}{key}" != GROUP:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return settings | {".".join(map(str, key)): value for key, value in flatten(values).items() if key != (GROUP,)}
 
 
 # adapters

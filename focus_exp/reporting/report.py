@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pandas.testing import assert_frame_equal
 
 from focus_exp.errors import UserError
 from focus_exp.reporting import tables
@@ -288,27 +290,16 @@ def check_report(results: Results, folder: Path) -> list[str]:
     wrong = []
     for name, table in report_tables(results).items():
         path = folder / f"{name}.csv"
-        if not path.exists() or not same_table(pd.read_csv(path, dtype=str), table):
+        if not path.exists() or not is_same_table(path, table):
             wrong.append(path.name)
     return wrong
 
 
-def same_table(stored: pd.DataFrame, table: pd.DataFrame) -> bool:
-    """Return whether a CSV table equals another within a relative tolerance."""
-    made = pd.DataFrame([list(map(_csv_text, row)) for row in table.itertuples(index=False)], columns=table.columns)
-    if list(stored.columns) != list(made.columns) or len(stored) != len(made):
-        return False
-    pairs = zip(stored.fillna("").to_numpy().ravel(), made.to_numpy().ravel(), strict=True)
-    return all(left == right or _close(left, right) for left, right in pairs)
-
-
-def _csv_text(value: Any) -> str:
-    return "" if is_missing(value) else str(value)
-
-
-def _close(left: str, right: str) -> bool:
+def is_same_table(path: Path, table: pd.DataFrame) -> bool:
+    """Return whether a CSV file holds a table, within a relative tolerance."""
+    stored, made = pd.read_csv(path), pd.read_csv(io.StringIO(table.to_csv(index=False)))
     try:
-        one, other = float(left), float(right)
-    except ValueError:
+        assert_frame_equal(stored, made, check_dtype=False, rtol=TOLERANCE, atol=TOLERANCE)
+    except AssertionError:
         return False
-    return abs(one - other) <= TOLERANCE * max(1.0, abs(one))
+    return True

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
-from builders import scored, write_variants
+from builders import load_recorded, scored, write_variants
 from conftest import FAMILIES, build
 from omegaconf import OmegaConf
 from running import fitting, only_run, router_steps, run, tiny
@@ -33,7 +33,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp import attach, set_routing
-from focus_exp.config import load_recorded
 from focus_exp.config_hash import config_hash
 from focus_exp.renames import upgrade_keys
 from focus_exp.results.metrics import read_metrics
