@@ -19,7 +19,7 @@ CURVES = {
     "val_loss": "validation loss [nats per token]",
     "tokens_per_second": "tokens per second",
 }
-PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "stability": "assignment stability"}
+PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "assignment_overlap": "assignment stability"}
 RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Cost by word class", "Generation")
 FIGURES = ("loss_curve", "perplexity_by_position")
 RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")

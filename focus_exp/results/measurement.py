@@ -34,7 +34,7 @@ Metrics
                settings: clock (kernels, attention, prefill, attention step, decode, decode model), seq_len
     routing    group_fraction [layer, group], dominance (largest group, mean over layers), dominance_worst,
                dead_groups, dead_groups_worst, confidence, assignment_entropy, assignment_overlap (same group as at the
-               probe before), assignment_overlap_renamed; settings: phase, step
+               probe before); settings: phase, step
     fits       importance, importance_lost_fraction, importance_lost_fraction_bound, distant_density,
                groups_per_query [head]; settings: layer
     training   validation_nll [settings: learning_rate], of the trials of a learning rate

@@ -15,7 +15,6 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -274,9 +273,8 @@ class Probe(Callback):
 
     dominance(_worst): fraction of tokens in the largest group, mean (max) over layers.
     dead_groups(_worst): groups with less than DEAD_FRACTION of the tokens, mean (max) over layers.
-    stability: fraction of tokens in the same group as at the previous probe (the paper does not define its own).
-    stability_renamed: the same under the best permutation of group indices per layer.
-    confidence, entropy: mean maximum and mean entropy [nats] of the tokens' assignments.
+    assignment_overlap: fraction of tokens in the same group as at the previous probe (the paper's stability).
+    confidence, assignment_entropy: mean maximum and mean entropy [nats] of the tokens' assignments.
     """
 
     def __init__(
@@ -360,7 +358,7 @@ def router_statistics(assignments: list[Tensor], groups: Tensor, previous: Tenso
     Args:
         assignments: per layer `(N, K)`.
         groups: `(layers, N)`, argmax of the assignments.
-        previous: groups at the previous probe; without them stability is None.
+        previous: groups at the previous probe; without them the overlap is None.
     """
     count = assignments[0].shape[-1]
     loads = torch.stack([torch.bincount(g, minlength=count) / len(g) for g in groups])  # (layers, K)
@@ -370,38 +368,21 @@ def router_statistics(assignments: list[Tensor], groups: Tensor, previous: Tenso
         "dominance_worst": largest.max().item(),
         "dead_groups": dead.mean().item(),
         "dead_groups_worst": dead.max().item(),
-        "stability": None if previous is None else (groups == previous).float().mean().item(),
-        "stability_renamed": None if previous is None else permuted_stability(groups, previous, count),
+        "assignment_overlap": None if previous is None else (groups == previous).float().mean().item(),
         "confidence": float(np.mean([a.amax(-1).mean().item() for a in assignments])),
-        "entropy": float(np.mean([entropy(a).mean().item() for a in assignments])),
+        "assignment_entropy": float(np.mean([entropy(a).mean().item() for a in assignments])),
     }
 
 
-def permuted_stability(groups: Tensor, previous: Tensor, count: int) -> float:
-    """Return the largest agreement of groups `(layers, N)` under one permutation per layer."""
-    agreeing = 0
-    for now, then in zip(groups, previous, strict=True):
-        pairs = torch.bincount(count * then + now, minlength=count * count).view(count, count).numpy()
-        agreeing += pairs[linear_sum_assignment(pairs, maximize=True)].sum()
-    return float(agreeing / groups.numel())
-
-
-PROBED = {  # key of a line of probe.jsonl -> metric and unit
-    "dominance": ("dominance", "fraction"),
-    "dominance_worst": ("dominance_worst", "fraction"),
-    "dead_groups": ("dead_groups", "groups"),
-    "dead_groups_worst": ("dead_groups_worst", "groups"),
-    "confidence": ("confidence", "fraction"),
-    "entropy": ("assignment_entropy", "nats"),
-    "stability": ("assignment_overlap", "fraction"),
-    "stability_renamed": ("assignment_overlap_renamed", "fraction"),
-}
+UNITS = {"dead_groups": "groups", "dead_groups_worst": "groups", "assignment_entropy": "nats"}  # else a fraction
 
 
 def read_probes(path: Path, phases: Mapping[str, PhaseConfig]) -> Iterator[Measurement]:
     """Yield what the lines of a probe.jsonl hold; see `Probe` for their keys."""
     for line in read_metrics(path):
-        settings = {"phase": line["phase"], "step": line["step"], "trainable": phases[line["phase"]].trainable}
-        for key, (metric, unit) in PROBED.items():
-            if line.get(key) is not None:
-                yield Measurement(variant="router", metric=metric, value=line[key], unit=unit, settings=settings)
+        phase, step = line.pop("phase"), line.pop("step")
+        settings = {"phase": phase, "step": step, "trainable": phases[phase].trainable}
+        for metric, value in line.items():
+            if value is not None:
+                unit = UNITS.get(metric, "fraction")
+                yield Measurement(variant="router", metric=metric, value=value, unit=unit, settings=settings)
