@@ -1,7 +1,6 @@
 """job=analyze: measures by their definitions, pairs of one group, refusals."""
 
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -15,8 +14,6 @@ from focus_exp import attach, set_routing
 from focus_exp.evaluation.groups import (
     GroupAnalysis,
     Observation,
-    distinctive_tokens,
-    group_letter,
 )
 from focus_exp.evaluation.groups_passage import (
     CLASSES,
@@ -32,13 +29,6 @@ from focus_exp.reporting.load import load_results
 from focus_exp.training.precision import choose_precision
 
 JOB = ["job=analyze", "recipe.steps=2"]
-
-
-def test_distinctive_tokens_sorts_terms_of_the_divergence():
-    inside, everywhere = Counter(a=6, b=3, c=1), Counter(a=10, b=30, c=1, d=59)
-    # 6 log 6, 3 log 1, 1 log 10
-    assert distinctive_tokens(inside, everywhere, 3) == ["a", "c", "b"]
-    assert distinctive_tokens(inside, everywhere, 1) == ["a"]
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30))
@@ -98,10 +88,6 @@ def test_best_pairs_are_the_highest_with_no_key_twice():
     kept = torch.tensor([[True, True, False], [True, True, False], [True, True, False]])
     assert best_pairs(affinity, kept, 3) == [(0, 0, pytest.approx(0.9)), (2, 1, pytest.approx(0.4))]
     assert len(best_pairs(affinity, kept, 1)) == 1 and best_pairs(affinity, ~kept, 3)[0][:2] == (2, 2)
-
-
-def test_group_letter_continues_after_z():
-    assert [group_letter(n) for n in (0, 25, 26, 63)] == ["A", "Z", "A1", "L2"]
 
 
 @pytest.fixture(scope="module")

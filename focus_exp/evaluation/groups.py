@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import string
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
+from sklearn.metrics import adjusted_mutual_info_score
 from sklearn.metrics.cluster import contingency_matrix
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +26,6 @@ from focus_exp.evaluation.groups_passage import (
     TAGGER,
     Grouping,
     describe_passage,
-    format_piece,
     make_measurement,
     read_passage,
     route_passage,
@@ -55,7 +52,6 @@ from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import calibrate
 
-TOP_TOKENS = 12
 HARD = "focus_hard"  # variant
 STANDARDIZATION = ("mean", "scale")  # of the tokens, as two encoders see them
 
@@ -125,7 +121,6 @@ class GroupAnalysis:
         passages = [read_passage(self.tokenizer, tokens.tolist()) for tokens in self.sequences]
         # what a tokenizer puts before every sequence is not part of the text
         self.text = slice(0 if self.blocks.bos is None else 1, None)
-        self.tokens = np.array([format_piece(piece) for passage in passages for piece in passage.pieces[self.text]])
         self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in passages])
         self.labels = self.flatten(self.classes)
         self.routing: FocusConfig | DualConfig = self.config.dual or self.config.focus
@@ -223,7 +218,12 @@ class GroupAnalysis:
         chance = np.random.default_rng(self.config.seed).permutation(groups)  # groups of equal sizes
         yield make("layer_confidence", float(confidence.mean()))
         for number in range(self.routing.groups):
-            yield from self.describe_group(make, number, groups == number, confidence)
+            members = groups == number
+            counts = np.bincount(self.labels[members], minlength=len(CLASSES))
+            names = {"group": number, "word_class": CLASSES[int(counts.argmax())] if members.any() else ""}
+            yield make("group_fraction", float(members.mean()), **names)
+            if members.any():
+                yield make("group_purity", float(counts.max() / counts.sum()), **names)
         for router, labels in (("trained", groups), ("untrained", random), ("chance", chance)):
             for metric, value in compare_labels(labels, self.labels).items():
                 yield make(metric, value, router=router)
@@ -231,24 +231,6 @@ class GroupAnalysis:
         compared = {f"trained_{n}": labels for n, labels in enumerate(seeds)} | {"untrained": random, "chance": chance}
         for router, labels in compared.items():
             yield make("router_agreement", float(adjusted_mutual_info_score(labels, groups)), "ami", router=router)
-
-    def describe_group(
-        self, make: Callable[..., Measurement], number: int, members: np.ndarray, confidence: np.ndarray
-    ) -> Iterator[Measurement]:
-        """Yield a group's size, word class and distinctive tokens."""
-        names, tokens = {"group": group_letter(number), "word_class": ""}, list[str]()
-        numbers: tuple[float | None, ...] = (None, None, None)
-        if members.any():
-            counts = np.bincount(self.labels[members], minlength=len(CLASSES))
-            most = int(counts.argmax())
-            names["word_class"] = CLASSES[most]
-            class_fraction = float((self.labels == most).mean())
-            numbers = float(confidence[members].mean()), float(counts[most] / counts.sum()), class_fraction
-            inside, everywhere = (Counter(tokens.tolist()) for tokens in (self.tokens[members], self.tokens))
-            tokens = distinctive_tokens(inside, everywhere, TOP_TOKENS)
-        yield make("group_fraction", float(members.mean()), **names, tokens=tokens)
-        for metric, value in zip(("confidence", "purity", "class_fraction"), numbers, strict=True):
-            yield make(f"group_{metric}", value, **names)
 
     def class_costs(self, full: np.ndarray, hard: np.ndarray) -> Iterator[Measurement]:
         """Yield the loss by class of the predicted token, and its paired change."""
@@ -275,23 +257,10 @@ class GroupAnalysis:
 def compare_labels(groups: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Return how well groups (N,) go with labels (N,).
 
-    purity: fraction of tokens whose label is the most frequent one of their group. nmi: mutual information over the
-    mean of both entropies. ami: adjusted for chance, 0 in expectation there.
+    purity: fraction of tokens whose label is the most frequent one of their group. ami: mutual information over the
+    mean of both entropies, adjusted for chance: 0 in expectation there.
     """
     return {
         "purity": float(contingency_matrix(labels, groups).max(0).sum() / len(groups)),
-        "nmi": float(normalized_mutual_info_score(labels, groups)),
         "ami": float(adjusted_mutual_info_score(labels, groups)),
     }
-
-
-def distinctive_tokens(inside: Counter[str], everywhere: Counter[str], number: int) -> list[str]:
-    """Return the tokens with the largest terms of the KL divergence."""
-    total, all_total = inside.total(), everywhere.total()
-    weight = {token: n * np.log(n / total * all_total / everywhere[token]) for token, n in inside.items()}
-    return sorted(weight, key=lambda token: (-round(weight[token], 9), token))[:number]
-
-
-def group_letter(number: int) -> str:
-    """Return A to Z, then A1 and so on: groups have no order."""
-    return string.ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
