@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 from statistics import mean
 from typing import Any
@@ -31,7 +31,6 @@ from focus_exp.speed.workload import (
     density,
     full_attention,
     full_attention_kernels,
-    largest_group,
     make_layer,
     run_full_step,
     use_sparse_path,
@@ -130,17 +129,7 @@ class BenchmarkCase:
             "focus", full, ours,
             {"clock": clock, "path": self.kernel.name, **self.layer.describe(length, self.groups), **settings},
             density=density(self.selection, length, self.layer.window, self.layer.sinks),
-            computed_density=self.computed_density, largest_group_fraction=largest_group(self.selection),
         )  # fmt: skip
-
-    @cached_property  # several clocks report it, and it lays all blocks out
-    def computed_density(self) -> float | None:
-        """Return the density of the kernel's blocks, where those are known."""
-        if self.kernel.name != "triton":
-            return None
-        length = self.sequence.start.shape[1]
-        plan = Plan.of(self.selection, self.sequence, self.layer.window, self.layer.sinks)
-        return plan.pairs_in_tiles() / (length * (length + 1) / 2)
 
 
 def time_attention(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
@@ -257,16 +246,13 @@ def time_decode(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[
     name = min(full, key=lambda name: seconds[name])
     token_bytes = 2 * layer.shape.kv_heads * layer.shape.head_dim * tensors.k.element_size()
     for number, case in enumerate(cases):
-        read = mean(case.reads)
         settings = {"clock": "decode", "full_kernel": name, "path": "cached", "repeats": layer.repeats}
         yield from compare_times(
             "focus",
-            {"seconds": seconds[name] / STEPS, "peak_bytes": length * token_bytes,
-             "bytes_read": (length + 1) * token_bytes},
-            {"seconds": seconds[str(number)] / STEPS, "peak_bytes": case.cache_bytes,
-             "bytes_read": round(read * token_bytes)},
+            {"seconds": seconds[name] / STEPS, "peak_bytes": length * token_bytes},
+            {"seconds": seconds[str(number)] / STEPS, "peak_bytes": case.cache_bytes},
             layer.describe(length, case.groups) | settings,
-            density=read / (length + 1), largest_group_fraction=largest_group(case.selection),
+            density=mean(case.reads) / (length + 1),
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from focus_exp.models.methods import (
 )
 from focus_exp.results.measurement import Measurement
 from focus_exp.speed.timing import Work, compare_times, measure_peak, synchronize, time_in_turns, time_once
-from focus_exp.speed.workload import Shape, largest_group
+from focus_exp.speed.workload import Shape
 from focus_exp.training.precision import Precision
 
 DECODE_STEPS = 8  # tokens decoded one after the other in one measurement
@@ -87,10 +87,10 @@ def time_prefill(
             total = time_once(work, precision.device)
         fraction = attention[0] / total
         sides[name] = {"seconds": seconds[name], "attention_seconds": fraction * seconds[name], "peak_bytes": peak}
-    facts, fractions = describe_pass(model, tokens, precision)
+    facts, density = describe_pass(model, tokens, precision)
     settings = {"clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings, **facts}
     settings["full_kernel"] = kernel
-    return compare_times(variant, sides["full"], sides["ours"], settings, **fractions)
+    return compare_times(variant, sides["full"], sides["ours"], settings, density)
 
 
 def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
@@ -100,8 +100,6 @@ def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precisi
         full = Decoder(model, tokens, precision)
     works: dict[str, Work] = {"full": partial(run_disabled, model, full.run), "focus": focus.run}
     seconds = time_in_turns(works, repeats, precision.device)
-    shape = model_shape(model)
-    token_bytes = 2 * shape.kv_heads * shape.head_dim * attention_dtype(model, precision).itemsize
     settings = {
         "clock": "decode model", "seq_len": tokens.shape[1], "repeats": repeats, "path": "cached",
         "full_kernel": f"DynamicCache, {attention_name(model)}", **describe_router(model),
@@ -110,9 +108,7 @@ def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precisi
     sides, keys = {}, {}
     for name, decoder in {"full": full, "focus": focus}.items():
         keys[name], size = decoder.count_keys_and_bytes()
-        sides[name] = {
-            "seconds": seconds[name] / DECODE_STEPS, "peak_bytes": size, "bytes_read": keys[name] * token_bytes
-        }  # fmt: skip
+        sides[name] = {"seconds": seconds[name] / DECODE_STEPS, "peak_bytes": size}
     return compare_times("focus", sides["full"], sides["focus"], settings, density=keys["focus"] / keys["full"])
 
 
@@ -143,17 +139,12 @@ class Decoder:
         return sum(keys for keys, _ in layers), sum(size for _, size in layers)
 
 
-def describe_pass(
-    model: PreTrainedModel, tokens: Tensor, precision: Precision
-) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """Return the shapes and kernels of a pass over these tokens, and its density and largest group."""
+def describe_pass(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> tuple[dict[str, Any], float]:
+    """Return the shapes and kernels of a pass over these tokens, and its density."""
     counts: list[PairCounts] = []
-    largest: list[float] = []
 
     def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
         counts.append(method.count_pairs(selection, sequence))
-        if selection.key_groups is not None:
-            largest.append(largest_group(selection))
 
     with observe_selections(model, observe):
         prefill(model, tokens, precision)
@@ -162,8 +153,7 @@ def describe_pass(
         "full_kernel": attention_name(model),
         "path": ", ".join(sorted({m.path or "" for m in attached_methods(model).values()})),
     }
-    density = mean(pairs.density for pairs in counts)
-    return facts, {"density": density, "largest_group_fraction": mean(largest) if largest else None}
+    return facts, mean(pairs.density for pairs in counts)
 
 
 def describe_router(model: PreTrainedModel) -> dict[str, Any]:

@@ -57,16 +57,14 @@ def compare_times(
     ours: Mapping[str, float | None],
     settings: dict[str, Any],
     density: float | None = None,
-    **fractions: float | None,
 ) -> list[Measurement]:
     """Return the measurements of a variant that was timed in turn with full attention.
 
     Args:
         full, ours: `seconds` (median), and where known `attention_seconds` (the part spent in routing and attention),
-            `peak_bytes`, `bytes_read` (keys and values that a decoding step reads). Empty where the clock failed.
+            `peak_bytes`. Empty where the clock failed.
         settings: clock, seq_len, repeats, what tells the case apart, and error.
         density: of the causal QK pairs.
-        fractions: further fractions (0..1), such as `computed_density`, that of the kernel's blocks.
     """
     common: dict[str, Any] = {"variant": variant, "density": density, "settings": settings}
     measured = []
@@ -82,17 +80,11 @@ def compare_times(
             ("latency_ms", "seconds", 1e3, "ms"),
             ("attention_latency_ms", "attention_seconds", 1e3, "ms"),
             ("peak_memory_bytes", "peak_bytes", 1, "bytes"),
-            ("bytes_read", "bytes_read", 1, "bytes"),
         ):
             if (number := side.get(key)) is not None:
                 measured.append(
                     Measurement(metric=metric, value=factor * number, unit=unit, reference=reference, **kept)
                 )
-    measured += [
-        Measurement(metric=metric, value=value, unit="fraction", **common)
-        for metric, value in fractions.items()
-        if value is not None
-    ]
     return measured
 
 

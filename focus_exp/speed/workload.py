@@ -123,12 +123,6 @@ def density(selection: Selection, length: int, window: int, sinks: int) -> float
     return count_unpadded_pairs(selection, plain, window, sinks).density
 
 
-def largest_group(selection: Selection) -> float:
-    """Return the fraction of tokens, as keys, in the largest group of any head."""
-    assert selection.key_groups is not None
-    return float(selection.key_groups.float().mean((0, -2)).max())
-
-
 def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
     """Return the name and call of the fastest causal full attention, with a backward where q requires gradients.
 
