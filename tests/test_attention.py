@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.random_groups import RandomGroups, hash_to_uniform
@@ -25,7 +24,6 @@ from focus_exp.attention.selection import (
     Sequence,
     base_mask,
     count_pairs,
-    count_unpadded_pairs,
     is_dense_rule,
     select,
     top_k_groups,
@@ -180,26 +178,6 @@ def test_count_pairs_any_input_equals_loop(case, block):
                 elif groups.query_groups is not None:
                     kept += bool((groups.query_groups[b, i] & groups.key_groups[b, j]).any())
     assert count_pairs(groups, sequence, window, sinks, block) == PairCounts(total, distant, kept)
-
-
-class SyncCounter(TorchDispatchMode):
-    """Count the operations that would wait for a GPU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        syncs = ("_local_scalar_dense", "nonzero", "unique", "bincount")
-        self.count += any(name in str(operation) for name in syncs)
-        return operation(*arguments, **(options or {}))
-
-
-def test_count_pairs_syncs_once():
-    selection, sequence = select(torch.rand(1, 600, 4), 2, "query_topk"), Sequence.plain(1, 600)
-    with SyncCounter() as plain:
-        count_unpadded_pairs(selection, sequence, 128, 4)
-    with SyncCounter() as padded:
-        count_pairs(selection, Sequence(sequence.start, valid=torch.ones(1, 600, dtype=torch.bool)), 128, 4, block=64)
-    assert plain.count <= 1 and padded.count <= 1
 
 
 def test_top_k_groups_tie_takes_lowest_index():

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import scored, write_variants
+from builders import scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import Result, fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
@@ -26,7 +26,6 @@ from focus_exp.errors import UserError
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import add_lora
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.distributed import ShardedStrategy
 from focus_exp.training.module import LanguageModelTask
@@ -271,33 +270,6 @@ def test_killed_process_ends_the_run_which_resumes_to_the_same_numbers(folder, p
     resumed = torchrun("-m", "focus_exp", *command)
     assert resumed.returncode == 0, resumed.stderr
     assert outcome(folder / "killed") == outcome(folder / "retrofit-ddp")
-
-
-@slow
-def test_comparison_of_two_processes_equals_one(folder):
-    variants = write_variants(
-        folder / "conf", {"focus": ["recipe.steps=2"], "window": ["attention=window", "recipe=none"]}
-    )
-    command = ["job=compare", *variants, *QUICK]
-    assert run(*tiny(folder, "compared-one"), *command).code == 0
-    done = torchrun("-m", "focus_exp", *tiny(folder, "compared"), *command, *STRATEGIES["ddp"])
-    assert done.returncode == 0, done.stderr
-    losses = [
-        sorted(
-            (record.config["variant"] or "", row.nll)
-            for record in records(folder / name)
-            for row in scored(record.measurements)
-        )
-        for name in ("compared", "compared-one")
-    ]
-    assert len(losses[0]) == len(losses[1]) > 0
-    for (variant, loss), (expected_variant, expected) in zip(*losses, strict=True):
-        assert variant == expected_variant
-        assert loss == pytest.approx(expected, abs=1e-5)
-
-
-def records(folder):
-    return [Record.load(path) for path in sorted(folder.rglob("record.json"))]
 
 
 # what is refused

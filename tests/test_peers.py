@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     PreTrainedModel,
-    StaticCache,
 )
 
 from focus_exp.models.attach import attach, detach
@@ -86,13 +85,6 @@ def test_generate_with_prompt_lookup_equals_greedy(tiny_model, mode, tokens, fam
     assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=2), generate(model, prompt))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-def test_generate_with_static_cache_equals_dynamic(tiny_model, mode, tokens, family) -> None:
-    model = attach_focus(tiny_model(family), mode)
-    options = {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(generate(model, tokens, **options), generate(model, tokens))
-
-
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generate_with_left_padding_equals_row_alone(model, tokens, cache) -> None:
     padded, mask = pad_left(tokens, 3)
@@ -135,15 +127,6 @@ def test_cache_returned_keeps_contract(model, tokens) -> None:
         assert layer.keys.shape == layer.values.shape == keys.shape == values.shape == (2, 2, tokens.shape[1], 16)
 
 
-def test_cache_given_keeps_class(model, tokens) -> None:
-    given = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)]
-    for cache in given:
-        kind = type(cache)
-        model(tokens, past_key_values=cache, use_cache=True)
-        assert type(cache) is kind
-        assert cache.get_seq_length() == tokens.shape[1]
-
-
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,12 +167,6 @@ def test_forward_output_attentions_equals_sdpa(model, tokens) -> None:
     assert len(found or ()) == len(expected or ())
 
 
-def test_forward_compiled_equals_eager(tiny_model, tokens) -> None:
-    model = attach_focus(tiny_model("llama", num_hidden_layers=1), "hard")
-    expected = logits(model, tokens, use_cache=False)
-    assert_close(logits(torch.compile(model, backend="eager"), tokens, use_cache=False), expected)
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -218,16 +195,6 @@ def test_tied_weights_stay_tied(tiny_model, mode) -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_gradient_checkpointing_keeps_gradients(model, tokens) -> None:
-    twin = copy.deepcopy(model)  # a step in training mode moves the router's balance
-    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for trained in (model, twin):
-        trained.train()(tokens, labels=tokens, use_cache=False).loss.backward()
-    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert parameter.grad is not None, name
-        assert_close(other.grad, parameter.grad)
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -250,14 +217,6 @@ def test_copy_and_detach_leave_original_attached(model, tokens) -> None:
     assert torch.equal(logits(twin, tokens), expected)
     detach(twin)
     assert torch.equal(logits(model, tokens), expected)
-
-
-def test_attach_moe_with_router_logits_succeeds(mode, tokens) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    config = AutoConfig.for_model("mixtral", **sizes, **heads, output_router_logits=True)
-    model = attach_focus(AutoModelForCausalLM.from_config(config).eval(), mode)
-    assert logits(model, tokens).shape == (*tokens.shape, 257)
 
 
 def build_lfm2() -> PreTrainedModel:

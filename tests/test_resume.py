@@ -2,9 +2,6 @@
 
 import io
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builders import scored as scored_variants
-from running import full_disk_at, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from running import full_disk_at, only_run, outcome, record_of, router_steps, run, tiny
 
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import perplexity
@@ -74,23 +71,6 @@ def stop_at(monkeypatch, phase, step, politely):
     monkeypatch.setattr(Checkpoint, "on_train_batch_end", batch_end)
 
 
-def signal_while_training(folder, runs, signum, lines):
-    """Run the command in a process, and signal it once its log has `lines` lines; returns exit code and stderr."""
-    arguments = [sys.executable, "-m", "focus_exp", *command(folder, runs)]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    try:
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            if any(len(log.read_bytes().splitlines()) >= lines for log in (folder / runs).rglob("metrics.jsonl")):
-                process.send_signal(signum)
-                break
-            time.sleep(0.005)
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, err
-
-
 # training
 
 
@@ -126,25 +106,6 @@ def test_stopped_phase_resumes_to_the_same_numbers(folder, expected_finetune, mo
     monkeypatch.undo()
     assert run(*command(folder, runs, *TWO_PHASES)).code == 0
     assert outcome(folder / runs) == expected_finetune
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2])
-def test_signalled_process_resumes_to_the_same_numbers(folder, expected, signum):
-    runs = signum.name
-    code, err = signal_while_training(folder, runs, signum, lines=8)
-    assert record_of(folder / runs).status == "interrupted"
-    if signum == signal.SIGKILL:
-        assert code == -signum
-    else:
-        assert code == 128 + signum
-        assert signum.name in err
-        assert signum.name in record_of(folder / runs).error
-        assert "Traceback" not in err
-        assert (only_run(folder / runs) / "checkpoints" / "router.ckpt").exists()
-    assert 8 <= len(metrics_of(folder / runs)) < STEPS // 2
-    assert run(*command(folder, runs)).code == 0
-    assert outcome(folder / runs) == expected
 
 
 def test_signal_during_all_reduce_stops_at_the_next_step(monkeypatch, tmp_path):

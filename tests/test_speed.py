@@ -170,17 +170,6 @@ def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_pat
     assert again.code == 0 and "already finished" in again.out
 
 
-@pytest.mark.slow
-def test_bench_job_times_an_adapters_router_without_training(tmp_path):
-    assert run(*tiny(tmp_path, runs="first"), *BENCH).code == 0
-    adapter = only_run(tmp_path / "first") / "adapter"
-    result = run(*tiny(tmp_path, runs="second"), *BENCH, f"adapter={adapter}", "bench.step_lengths=[]")
-    assert result.code == 0, result.err
-    record = record_of(tmp_path / "second")
-    assert record.steps == 0 and {row.assignment for row in timings(record.measurements)} == {"balanced", "trained"}
-    assert record.method["trainable_parameters"] > 0
-
-
 def test_interrupted_bench_job_starts_again_and_a_failure_keeps_its_error(tmp_path, monkeypatch):
     real, calls = bench.time_attention, []
 
