@@ -315,8 +315,6 @@ def test_bad_call_raises_user_error(tiny_model, attached):
         attach(attached("llama"))
     for setting in (
         {"pair_rule": "any"},
-        {"hard": "yes"},
-        {"sparse_from": "a"},
         {"top_k": 0},
         {"top_k": 9},
         {"top_k": 1.5},

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -19,8 +19,8 @@ from transformers.utils import logging
 from focus_exp.attention.base import BACKENDS, AttentionMethod, Observer
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.options import PAIR_RULES, TYPE_NAMES, FocusDualOptions, has_type
-from focus_exp.attention.registry import build
+from focus_exp.attention.options import FocusDualOptions
+from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError
 
 log = logging.get_logger(__name__)
@@ -204,17 +204,24 @@ def disable_method(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @contextmanager
-def use_causal_assignment(model: PreTrainedModel) -> Iterator[None]:
-    """Make non-causal routers assign groups causally in the block."""
-    routers = [router for router in find_routers(model).values() if not router.causal]
-    before = [router.assignment for router in routers]
-    for router in routers:
-        router.assignment = "balanced"
+def temporary_attributes(objects: Iterable[Any], **values: Any) -> Iterator[None]:
+    """Set attributes of all objects in the block."""
+    before = [(item, {name: getattr(item, name) for name in values}) for item in objects]
+    for item, _ in before:
+        for name, value in values.items():
+            setattr(item, name, value)
     try:
         yield
     finally:
-        for router, assignment in zip(routers, before, strict=True):
-            router.assignment = assignment
+        for item, attributes in before:
+            for name, value in attributes.items():
+                setattr(item, name, value)
+
+
+def use_causal_assignment(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Make non-causal routers assign groups causally in the block."""
+    routers = [router for router in find_routers(model).values() if not router.causal]
+    return temporary_attributes(routers, assignment="balanced")
 
 
 @contextmanager
@@ -230,17 +237,9 @@ def observe_selections(model: PreTrainedModel, observer: Observer) -> Iterator[N
             method.observers.remove(observer)
 
 
-@contextmanager
-def pause_observers(model: PreTrainedModel) -> Iterator[None]:
+def pause_observers(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Call no observers in the block."""
-    before = {method: method.observers for method in attached_methods(model).values()}
-    for method in before:
-        method.observers = []
-    try:
-        yield
-    finally:
-        for method, observers in before.items():
-            method.observers = observers
+    return temporary_attributes(attached_methods(model).values(), observers=[])
 
 
 @contextmanager
@@ -296,29 +295,24 @@ def set_routing(
         UserError: a value is wrong, no method is attached, or a budget decides on `top_k`.
     """
     attachment = get_attachment(model)
-    settings: dict[str, Any] = {
-        "hard": hard, "top_k": top_k, "pair_rule": pair_rule, "backend": backend, "sparse_from": sparse_from
-    }  # fmt: skip
-    settings = {name: value for name, value in settings.items() if value is not None}
-    for name, kind in (("hard", bool), ("sparse_from", int)):
-        if name in settings and not has_type(settings[name], kind):
-            raise UserError(f"{name} must be {TYPE_NAMES[kind]} (got {settings[name]!r}).")
-    for name, choices in (("pair_rule", PAIR_RULES), ("backend", BACKENDS)):
-        if name in settings and settings[name] not in choices:
-            raise UserError(f"{name} must be one of {', '.join(choices)} (got {settings[name]!r}).")
+    if backend is not None and backend not in BACKENDS:
+        raise UserError(f"backend must be one of {', '.join(BACKENDS)} (got {backend!r}).")
     methods = attached_methods(model).values()
-    if top_k is not None:
-        groups = [count for method in methods if isinstance(count := getattr(method, "groups", None), int)]
-        if not has_type(top_k, int) or not 1 <= top_k <= min(groups, default=top_k):
-            raise UserError(f"top_k must be 1 to {min(groups, default=1)}, the number of groups (got {top_k!r}).")
-        if any(getattr(m, "budget", None) is not None and m.top_k != top_k for m in methods):
-            raise UserError(f"top_k must be unset where a budget sets it per head (got {top_k!r}). Use set_budget.")
+    if any(getattr(m, "budget", None) is not None and top_k not in (None, m.top_k) for m in methods):
+        raise UserError(f"top_k must be unset where a budget sets it per head (got {top_k!r}). Use set_budget.")
+    schema = find(attachment.method).options
+    saved = {"top_k": top_k, "pair_rule": pair_rule}
+    saved = {name: value for name, value in saved.items() if value is not None and hasattr(schema, name)}
+    try:
+        schema.create(**attachment.options | saved)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    settings = saved | {"hard": hard, "backend": backend, "sparse_from": sparse_from}
     for method in methods:
         for name, value in settings.items():
-            if hasattr(method, name):
+            if value is not None and hasattr(method, name):
                 setattr(method, name, value)
-        saved = {name for name in ("top_k", "pair_rule") if hasattr(method.options, name)}
-        attachment.options |= {name: value for name, value in settings.items() if name in saved}
+    attachment.options |= saved
     if hard and any(method.training and getattr(method, "train_with", "hard") == "soft" for method in methods):
         log.warning_once("set_routing: hard=True needs eval mode; call model.eval()")
     return model

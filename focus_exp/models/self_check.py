@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +15,14 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.hooks import has_values
-from focus_exp.models.methods import attached_methods, disable_method, execution_device, offload_hooks, swap_methods
+from focus_exp.models.methods import (
+    attached_methods,
+    disable_method,
+    execution_device,
+    offload_hooks,
+    swap_methods,
+    temporary_attributes,
+)
 
 log = logging.get_logger(__name__)
 
@@ -45,7 +51,7 @@ def check_exact(model: PreTrainedModel) -> None:
         return
     dtypes = sorted({str(p.dtype) for p in parameters})
     key = f"{type(model).__qualname__} {sorted(methods)} {dtypes} {is_offloaded} {model.config}"
-    with torch.no_grad(), eval_mode(model):
+    with torch.no_grad(), temporary_attributes(model.modules(), training=False):
         if key not in VERIFIED:
             compare_with_base(model)
             VERIFIED.add(key)
@@ -53,18 +59,6 @@ def check_exact(model: PreTrainedModel) -> None:
         run(f"{type(model).__name__} cannot run this attention method", partial(compute_logits, model, tokens, mask))
     for method in methods.values():
         method.path = None
-
-
-@contextmanager
-def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Put all modules into eval mode in the block."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def compare_with_base(model: PreTrainedModel) -> None:

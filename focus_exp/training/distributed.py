@@ -33,7 +33,7 @@ from focus_exp.config import Config, TrainerConfig
 from focus_exp.data.loader import StepSplit, split_step
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.load import gather_tensor
-from focus_exp.models.methods import attached_methods, is_trainable
+from focus_exp.models.methods import attached_methods, is_trainable, temporary_attributes
 from focus_exp.training.checkpoints import read_checkpoint
 
 EVALUATION_TIMEOUT = timedelta(days=30)
@@ -435,10 +435,5 @@ def gather_batches(model: PreTrainedModel, share: StepSplit) -> Iterator[None]:
         return [torch.cat(parts[i : i + split]) for i in range(0, world_size(), split)], rank() // split
 
     methods = attached_methods(model).values() if world_size() > 1 else ()
-    for method in methods:
-        method.all_gather = gather
-    try:
+    with temporary_attributes(methods, all_gather=gather):
         yield
-    finally:
-        for method in methods:
-            method.all_gather = None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
-from focus_exp.models.methods import disable_method, find_routers, freeze, is_trainable
+from focus_exp.models.methods import disable_method, find_routers, freeze, is_trainable, temporary_attributes
 from focus_exp.training.distributed import (
     all_gather_object,
     all_reduce_mean,
@@ -170,14 +170,8 @@ class LanguageModelTask(pl.LightningModule):
 def auxiliary_losses(model: nn.Module) -> Iterator[list[Tensor]]:
     """Yield the list that a forward pass fills with the weighted losses of the layers."""
     losses: list[Tensor] = []
-    methods = find_routers(model).values()
-    for method in methods:
-        method.losses = losses
-    try:
+    with temporary_attributes(find_routers(model).values(), losses=losses):
         yield losses
-    finally:
-        for method in methods:
-            method.losses = None
 
 
 def learning_rate_scale(step: int, phase: PhaseConfig) -> float:
