@@ -27,14 +27,12 @@ class KeyBlocks(Selection):
 
     Attributes:
         index: `(B, T)` int, block of each token.
-        offset: `(B, T)` int, place of a token in its block.
         pooled: `(B, T)` bool, tokens that stand for their block: neither padding nor sinks.
         queries: `(B, G, T, C)`; None where the model's own queries score blocks.
         keys: `(B, G, N, C)`, pooled over each of N blocks.
     """
 
     index: Tensor | None = None
-    offset: Tensor | None = None
     pooled: Tensor | None = None
     queries: Tensor | None = None
     keys: Tensor | None = None
@@ -42,9 +40,8 @@ class KeyBlocks(Selection):
     @classmethod
     def of(cls, sequence: Sequence, size: int, sinks: int) -> KeyBlocks:
         place = torch.arange(sequence.start.shape[1], device=sequence.start.device) - sequence.start
-        offset = place % size
-        begun = (offset == 0).cumsum(1)
-        return cls(index=begun - begun[:, :1], offset=offset, pooled=sequence.valid_or_all() & (place >= sinks))
+        begun = (place % size == 0).cumsum(1)
+        return cls(index=begun - begun[:, :1], pooled=sequence.valid_or_all() & (place >= sinks))
 
     def pool(self, x: Tensor, reduce: str) -> Tensor:
         """Reduce x `(B, G, T, C)` over the pooled tokens of each block, `(B, G, N, C)`; 0 where there are none."""
@@ -74,16 +71,21 @@ class TopBlocks(TopTokens):
     def block_scores(self, block: QueryBlock, selection: KeyBlocks) -> Tensor:
         """Return the scores `(B, G, 1 or H/G, t, N)` of all blocks of keys for a block of queries."""
 
-    def importance(self, block: QueryBlock, scores: Tensor, selection: Selection) -> Tensor:
-        assert isinstance(selection, KeyBlocks) and selection.index is not None and selection.offset is not None
-        index, offset = (x[:, None, None, None, : block.rows.stop] for x in (selection.index, selection.offset))
+    def choose(self, block: QueryBlock, scores: Tensor, selection: Selection, distant: Tensor, count: Tensor) -> Tensor:
+        assert isinstance(selection, KeyBlocks) and selection.index is not None
+        index = selection.index[:, None, None, None, : block.rows.stop].expand_as(distant)
         ranked = self.block_scores(block, selection)
+        number = torch.arange(ranked.shape[-1], device=index.device)
         # the query's own block may hold its future: it comes first, unscored
-        is_open = (
-            torch.arange(ranked.shape[-1], device=index.device) >= selection.index[:, None, None, block.rows, None]
-        )
-        rank = ranked.masked_fill(is_open, float("inf")).argsort(dim=-1, stable=True).argsort(-1).float()
-        return rank.gather(-1, index.expand(*rank.shape[:-1], -1)) * self.keys_per_block + offset
+        ranked = ranked.masked_fill(number >= selection.index[:, None, None, block.rows, None], float("inf"))
+        best = ranked.sort(dim=-1, descending=True, stable=True).indices
+        sizes = distant.new_zeros(*distant.shape[:-1], len(number), dtype=torch.int32)
+        sizes = sizes.scatter_add(-1, index, distant.int())  # distant tokens of each block
+        ranked_sizes = sizes.expand(best.shape).gather(-1, best)
+        left = (count - ranked_sizes.cumsum(-1)).int() + ranked_sizes  # of the count, before each block
+        quota = torch.zeros_like(left).scatter(-1, best, left)
+        later = sizes.cumsum(-1).gather(-1, index) - distant.cumsum(-1)  # distant tokens of the block after each
+        return distant & (later < quota.gather(-1, index.expand(*quota.shape[:-1], -1)))
 
 
 class BlockMeans(TopBlocks, name="block_means", options=BlockOptions):

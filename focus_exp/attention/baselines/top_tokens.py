@@ -39,6 +39,10 @@ class TopTokens(AttentionMethod):
         self.density = options.density
         self.distant_kept = options.tokens_kept
 
+    def choose(self, block: QueryBlock, scores: Tensor, selection: Selection, distant: Tensor, count: Tensor) -> Tensor:
+        """Return `(B, G, H/G, t, S)` bool, or 1 in place of G and H/G: the `count` distant pairs that queries keep."""
+        return keep_largest(self.importance(block, scores, selection), distant, count)
+
     @abstractmethod
     def importance(self, block: QueryBlock, scores: Tensor, selection: Selection) -> Tensor:
         """Return `(B, 1 or G, 1, t, S)`, importance of the pairs of a block with these scores `(B, G, H/G, t, S)`."""
@@ -56,8 +60,7 @@ class TopTokens(AttentionMethod):
                     local = local_mask(sequence, block.rows, block.rows.stop, self.window, self.sinks)
                     distant = block.mask & ~local[:, None, None]
                     count = self.num_kept(distant.sum(-1, keepdim=True))
-                    importance = self.importance(block, scores, selection)
-                    kept = (block.mask & ~distant) | keep_largest(importance, distant, count)
+                    kept = (block.mask & ~distant) | self.choose(block, scores, selection, distant, count)
                 out = block.weigh(scores.masked_fill(~kept, float("-inf")))
                 outputs.append(self.complete_output(out, block, kept))
         return torch.cat(outputs, dim=3).flatten(1, 2).to(v.dtype)
