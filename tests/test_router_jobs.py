@@ -1,5 +1,7 @@
 """Jobs that use a router, an adapter's or one that they train first, for something else than its perplexity."""
 
+import re
+
 import pytest
 from running import only_run, record_of, router_steps, run, tiny, without_attention
 
@@ -44,9 +46,15 @@ def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
 
 def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
     settings = [*tiny(tmp_path), router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
-    assert run(*settings).code == 0
+    result = run(*settings)
+    assert result.code == 0
+    assert re.search(r"estimate: [\d.]+ minutes \(training [\d.]+, fit [\d.]+, scoring [\d.]+\), [\d.]+ GB", result.out)
     record, adapter = record_of(tmp_path), only_run(tmp_path) / "adapter-two_encoders"
     assert record.find("distant_density", "focus_dual") < 1
+    tokens = record.find("training_tokens", "focus_dual")
+    assert tokens == 2 * record.setting("data", "seq_len") and record.find("fit_seconds", "focus_dual") > 0
+    assert record.find("importance", "focus_dual") is not None
+    assert f"{record.tokens_seen}, focus_dual {tokens:.0f}" in (adapter.parent / "table.md").read_text()
     assert read_description(adapter)["method"] == "focus_dual"
     assert run(*without_attention(tiny(tmp_path, "again")), "job=evaluate", f"adapter={adapter}").code == 0
     assert record_of(tmp_path / "again").find("nll", "focus_dual") == record.find("nll", "focus_dual")

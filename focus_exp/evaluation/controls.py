@@ -32,6 +32,7 @@ class Variant:
         window: local window [tokens], where it is not the configured one.
         phase: after which it is measured, where others follow.
         error: why it has no numbers.
+        tokens, fit_seconds: of the training of an adapter that the run did not train itself.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Variant:
     window: int | None = None
     phase: str | None = None
     error: str | None = None
+    tokens: int | None = None
+    fit_seconds: float | None = None
 
     @property
     def key(self) -> str:

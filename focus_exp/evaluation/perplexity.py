@@ -316,10 +316,11 @@ class PerplexityEvaluator:
     def measure_adapters(self) -> None:
         """Score adapters of other runs in place of what is attached."""
         for folder in self.adapters:
-            method = read_description(folder)["method"]
-            taken = {other.name for other in self.variants}
+            description = read_description(folder)
+            method, taken = description["method"], {other.name for other in self.variants}
             name = f"{method}, {adapter_name(folder)}" if method in taken else method
-            variant = Variant(name=name, kind="control", method=method)
+            variant = Variant(name=name, kind="control", method=method, tokens=description.get("tokens"),
+                              fit_seconds=description.get("fit_seconds"))  # fmt: skip
             try:
                 methods = build_adapter_methods(self.model, folder, check_base=self.config.check_base)
             except UserError as error:  # its base was trained meanwhile
@@ -427,6 +428,8 @@ class PerplexityEvaluator:
             ),
             ("eval_tokens", int((~np.isnan(nll)).sum()), "tokens"),
             ("eval_seconds", scores.seconds, "s"),
+            ("training_tokens", variant.tokens, "tokens"),
+            ("fit_seconds", variant.fit_seconds, "s"),
         ):
             if value is not None:
                 yield Measurement(metric=metric, value=value, unit=unit, settings=at_phase, **common)

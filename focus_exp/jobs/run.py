@@ -34,9 +34,13 @@ from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
 from focus_exp.results.run_dir import (
+    EMBEDDED_DATA,
+    EMBEDDED_MODEL,
     NOT_ENDED,
     earlier_record,
     lock_of,
+    name_data,
+    name_model,
     run_folder,
 )
 from focus_exp.speed.timing import begin_peak_memory, device_name, peak_memory
@@ -226,11 +230,19 @@ def make_loggers(config: Config, folder: Path) -> list[Logger]:
 def headline(config: Config) -> str:
     """Return one line on what is about to run."""
     name = f"{config.experiment}, {config.variant}" if config.variant else config.experiment
-    start = f"{config.job} {name}: {config.recipe.name} of {config.model.name} with {config.attention.name}"
+    model = describe_used(config, name_model(config), EMBEDDED_MODEL, config.model.name)
+    data = describe_used(config, name_data(config), EMBEDDED_DATA, config.data.name)
+    start = f"{config.job} {name}: {config.recipe.name} of {model} with {config.attention.name}"
     tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.seq_len
     phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in config.phases)
     work = f"adapter {config.adapter}" if config.adapter else phases or "no training"
-    return f"{start} on {config.data.name}, seed {config.seed}: {work}"
+    return f"{start} on {data}, seed {config.seed}: {work}"
+
+
+def describe_used(config: Config, used: str, substitute: str, requested: str) -> str:
+    """Return the requested name, or that of the substitute with the reason."""
+    reason = "assets=embedded" if config.assets == "embedded" else "no hub"
+    return f"{used} (instead of {requested}: {reason})" if used == substitute != requested else requested
 
 
 def print_provenance(part: str, provenance: Provenance, detail: str) -> None:

@@ -14,17 +14,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FitOptions, FocusOptions
-from focus_exp.config import Config, DualConfig, RecipeConfig, TuneConfig, get_method_options
+from focus_exp.config import AttentionConfig, Config, DualConfig, RecipeConfig, TuneConfig, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import SOFT
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
+from focus_exp.jobs.cost import CostEstimator
 from focus_exp.jobs.evaluate import load_trained
 from focus_exp.jobs.prepare import Setup, prepare, training_sequences
 from focus_exp.jobs.resume import finished_record, print_finished
 from focus_exp.jobs.run import Run, open_run
-from focus_exp.models.adapter import DESCRIPTION, save_adapter
+from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
@@ -85,9 +86,15 @@ def train(config: Config) -> None:
         sequences = training_sequences(tuned, setup)
         for warning in unreached_learning_rates(tuned):
             run.warn(warning)
-        run_on_rank_zero(model, evaluators.measure_base)
+        has_lora = tuned.recipe.trains("lora")  # which cannot be switched off
+        if has_lora:
+            run_on_rank_zero(model, evaluators.measure_base)
+        attach_method(model, tuned, run.precision)
+        if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
+            print(CostEstimator(tuned, evaluators.perplexity, sequences, [*fitted.values()]).estimate())
+        if not has_lora:
+            run_on_rank_zero(model, evaluators.measure_base)
         with run.count_training_time():
-            attach_method(model, tuned, run.precision)
             fit(run, model, sequences, evaluators.perplexity)
             if tuned.recipe.trains("all"):
                 save_weights(run.folder, model, setup.tokenizer)
@@ -270,17 +277,17 @@ def fit_to_base(
     return sample, [], fit_baseline(model, sample, options, precision, cache, seed)
 
 
-def compose_fit_variants(config: Config) -> dict[str, DualConfig]:
-    """Return attention.* of the variants of eval.fit_variants by name; UserError if one is not of `focus_dual`."""
+def compose_fit_variants(config: Config) -> dict[str, AttentionConfig]:
+    """Return attention.* of the variants of eval.fit_variants by name; UserError if one is not fitted."""
     variants = {}
     for path in config.eval.fit_variants:
         variant = compose_variant(config, path, command_overrides())
-        if variant.dual is None or config.attention.method == "full":
+        if variant.fitting is None or config.attention.method == "full":
             raise UserError(
-                "eval.fit_variants must be variants of focus_dual, next to another attention method (got "
-                f"{path} and attention={config.attention.name})."
+                "eval.fit_variants must be variants of a fitted method, such as focus_dual, next to another attention "
+                f"method (got {path} and attention={config.attention.name})."
             )
-        variants[variant_name(path)] = variant.dual
+        variants[variant_name(path)] = variant.attention
     return variants
 
 
@@ -288,18 +295,20 @@ def fit_variants(
     run: Run,
     model: PreTrainedModel,
     sequences: SequenceDataset,
-    variants: dict[str, DualConfig],
+    variants: dict[str, AttentionConfig],
     evaluator: PerplexityEvaluator,
 ) -> None:
     """Fit variants to the frozen base, save their adapters, and let `evaluator` score them."""
     for name, options in variants.items():
+        assert isinstance(options, FitOptions)
         folder = run.folder / f"adapter-{name}"
-        if not (folder / DESCRIPTION).exists():
-            pl.seed_everything(run.config.seed, verbose=False)
-            with swap_attachment(model, options.method, get_method_options(options)):
-                *_, seconds = fit_to_base(run, model, sequences, options, f"{name}: ")
-                extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
-                save_adapter(model, folder, extra | {"seed": run.config.seed, "fit_seconds": seconds})
+        pl.seed_everything(run.config.seed, verbose=False)
+        with swap_attachment(model, options.method, get_method_options(options)):
+            sample, measurements, seconds = fit_to_base(run, model, sequences, options, f"{name}: ")
+            extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
+            extra |= {"tokens": sum(map(len, sample)), "seed": run.config.seed, "fit_seconds": seconds}
+            save_adapter(model, folder, extra)
+        run.record.measurements += measurements
         evaluator.adapters.append(str(folder))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -263,14 +263,15 @@ def swap_methods(model: PreTrainedModel, methods: dict[int, AttentionMethod]) ->
 @contextmanager
 def swap_attachment(model: PreTrainedModel, method: str, options: dict[str, Any]) -> Iterator[PreTrainedModel]:
     """Attach another method, untrained, to the same layers in the block."""
-    attachment: Any = get_attachment(model)
+    attachment = get_attachment(model)
+    before = attachment.method, attachment.options
     methods = {i: build(method, m.shape, **options).eval() for i, m in attached_methods(model).items()}
-    model.focus_attachment = replace(attachment, method=method, options=dict(options))
+    attachment.method, attachment.options = method, dict(options)
     try:
         with swap_methods(model, methods):
             yield model
     finally:
-        model.focus_attachment = attachment
+        attachment.method, attachment.options = before
 
 
 def set_routing(

@@ -221,22 +221,20 @@ def _binary_prefix(value: float) -> str:
 
 
 def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
-    """Plot smoothed training loss and validation loss by step, for each variant."""
+    """Plot the training loss by step, smoothed, for each variant."""
     variants = list(dict.fromkeys(line.get("variant") for line in log))
     if not any("loss" in line for line in log) or len(variants) > len(COLORS):
         return None
     figure, ax = make_figure(f"{title}\nTraining loss", 4)
     for variant, color in zip(variants, COLORS, strict=False):
         offset = last = 0
-        phase, points, checks = None, dict[int, tuple[Any, float]](), dict[int, float]()
+        phase, points = None, dict[int, tuple[Any, float]]()
         for line in (line for line in log if line.get("variant") == variant):
             if line.get("phase") != phase and line["step"] < last:
                 offset = last
             phase, last = line.get("phase"), offset + line["step"]
             if math.isfinite(line.get("loss", math.nan)):
                 points[last] = phase, line["loss"]
-            if math.isfinite(line.get("val_loss", math.nan)):
-                checks[last] = line["val_loss"]
         curve = pd.DataFrame.from_dict(points, orient="index", columns=["phase", "loss"]).sort_index()
         window = max(1, len(curve) // 10) | 1
         smooth = curve.groupby("phase", dropna=False, sort=False).loss.transform(
@@ -244,8 +242,6 @@ def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
         )
         ax.plot(curve.loss, color=color, linewidth=0.6, alpha=0.3)
         ax.plot(smooth, color=color, linewidth=1.8, label=variant or "training, smoothed")
-        label = None if variant else "validation"
-        ax.plot(list(checks), list(checks.values()), "o", color=color, markeredgecolor="black", label=label)
     ax.set(xlabel="optimizer step", ylabel="loss [nats per token]")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False)

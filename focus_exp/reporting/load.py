@@ -207,6 +207,7 @@ def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
             reference_level=exp(nll - row.value) if is_change and nll is not None else None,
             distant_density=levels.get((row.subject, "distant_density")), mask_active=is_mask_active(row),
             largest_group=levels.get((row.subject, "largest_group_fraction")),
+            own_tokens=levels.get((row.subject, "training_tokens")),
             primary=row.variant == primary and not row.phase,
             trainable=trainable if row.trainable is None else row.trainable,
         )  # fmt: skip
@@ -380,7 +381,8 @@ def name_variant(run: Run) -> list[Row]:
     """Return the rows of a single run under the name that it has in its comparison."""
     facts, name = {name: run.facts[name] for name in OF_VARIANT}, run.facts["variant"]
     has_own = ("benchmarks", "generation", "costs")
-    return [row.replace(**facts, variant=name or (row.variant if row.source in has_own else None)) for row in run.rows]
+    rows = [row.replace(**facts, variant=name or (row.variant if row.source in has_own else None)) for row in run.rows]
+    return [row.replace(train_tokens=int(row.own_tokens)) if row.own_tokens else row for row in rows]
 
 
 def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:

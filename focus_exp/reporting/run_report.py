@@ -60,9 +60,11 @@ def title_of(results: Results) -> str:
 def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     """Return the tables of a run as Markdown, provenance once below."""
     run = results.runs.iloc[-1]
+    tokens = {row.name: f"{row.name} {row.train_tokens}" for row in results.rows if row.own_tokens}
     facts = {
         "model": run.model, "data": run.data, "device": run.device, "seed": run.seed, "steps": run.steps,
-        "training tokens": run.train_tokens, "commit": run.commit, "config": run.config_hash,
+        "training tokens": ", ".join([str(run.train_tokens), *tokens.values()]),
+        "commit": run.commit, "config": run.config_hash,
     }  # fmt: skip
     parts = [f"# {title_of(results)}"]
     if run.is_model_substituted or run.is_data_substituted:

@@ -16,7 +16,6 @@ from focus_exp.reporting.load import Results
 MODES = ("online", "offline", "disabled", "shared")
 CURVES = {
     "loss": "loss [nats per token]",
-    "val_loss": "validation loss [nats per token]",
     "tokens_per_second": "tokens per second",
 }
 PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "assignment_overlap": "assignment stability"}

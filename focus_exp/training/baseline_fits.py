@@ -46,13 +46,11 @@ def fit_baseline(
     sequences = sequences[: -options.validation_sequences]  # none of them is needed for validation
     methods = attached_methods(model)
     kind = type(next(iter(methods.values())))
-    fit_layer, importance = next(fit for base, fit in FITS.items() if issubclass(kind, base))
+    _, importance = find_fit(kind)
     key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
 
     def fit(method: Any, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
-        standardize(method, observations)
-        measured: dict[str, Tensor] = fit_layer(method, observations, options, generator) or {}
-        return {**method.state_dict(), **measured}
+        return {**method.state_dict(), **fit_one_layer(method, observations, options, generator)}
 
     with open_fit(cache, model, sequences, precision, [kind.name], key, sorted(methods), seed) as folder:
         states, seconds = fit_layers(model, methods, sequences, precision, folder, seed, fit, importance)
@@ -61,6 +59,20 @@ def fit_baseline(
     for layer, state in states.items():
         methods[layer].load_state_dict(state)
     return seconds
+
+
+def find_fit(kind: type[AttentionMethod]) -> tuple[Any, str]:
+    """Return the function that fits a layer of a method, and the importance that it takes."""
+    return next(fit for base, fit in FITS.items() if issubclass(kind, base))
+
+
+def fit_one_layer(
+    method: Any, observations: list[Observation], options: FitOptions, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Fit one layer's method; returns tensors to cache besides its own."""
+    standardize(method, observations)
+    measured: dict[str, Tensor] | None = find_fit(type(method))[0](method, observations, options, generator)
+    return measured or {}
 
 
 def fit_indexer(

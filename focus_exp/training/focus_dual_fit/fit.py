@@ -178,6 +178,11 @@ def dual_methods(model: PreTrainedModel) -> dict[int, FocusDual]:
     return {i: m for i, m in attached_methods(model).items() if isinstance(m, FocusDual) and hasattr(m, "mean")}
 
 
+def get_fit_key(options: DualConfig) -> dict[str, Any]:
+    """Return the options that decide the encoders."""
+    return {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+
+
 def fit_dual(
     model: PreTrainedModel, sequences: list[Tensor], options: DualConfig, precision: Precision, cache: Path, seed: int
 ) -> tuple[list[FitRow], float]:
@@ -192,7 +197,7 @@ def fit_dual(
     methods = dual_methods(model)
     if not methods:
         return [], 0.0
-    key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+    key = get_fit_key(options)
     calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
 
     def fit(method: FocusDual, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
