@@ -266,7 +266,6 @@ class LoggerConfig:
     wandb: str = option("auto", choices=("auto", "online", "offline", "disabled"))
     wandb_project: str = "focus_exp"
     wandb_entity: str | None = None
-    csv: bool = False
 
 
 Integers = list[int]  # BenchConfig.list hides the type

@@ -30,6 +30,7 @@ RENAMED: dict[str, str | None] = {
     "budget.rates": "budget.lr_factors",
     "budget.scratch_rates": "budget.scratch_lr_factors",
     "budget.suite_limit": "budget.long_range_limit",
+    "logger.csv": None,
     "plan.experiments": None,
     "plan.folder": None,
     "reproduce.minutes": None,

@@ -19,7 +19,7 @@ def test_run_writes_table_and_figures(trained):
     assert "## Quality" in text
     assert "| focus_hard |" in text
     names = {path.name for path in (trained / "figures").glob("*.svg")}
-    assert {"loss_curve.svg", "perplexity_by_position.svg"} <= names
+    assert names == {"loss_curve.svg"}
 
 
 def test_write_run_report_twice_gives_the_same_bytes(trained):
@@ -48,18 +48,6 @@ def test_loss_curves_continue_over_phases():
     (ax,) = figures.loss_curves(log).axes
     assert list(ax.lines[0].get_xdata()) == [1, 2, 3, 4]
     assert figures.loss_curves([]) is None
-
-
-def test_perplexity_by_position_lower_panel_is_ratio_to_base():
-    bins = [
-        {"name": name, "kind": kind, "start": start, "end": start + 2, "value": value}
-        for name, kind, value in (("base", "base", 1.0), ("focus", "hard", 1.5))
-        for start in (0, 2)
-    ]
-    upper, lower = figures.perplexity_by_position(pd.DataFrame(bins)).axes
-    assert list(lower.lines[0].get_ydata()) == [1.0, 1.0]
-    assert list(lower.lines[1].get_ydata()) == pytest.approx([1.6487, 1.6487], abs=1e-4)
-    assert list(upper.lines[0].get_xdata()) == [1.0, 3.0]
 
 
 def make_points():

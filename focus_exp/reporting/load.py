@@ -107,7 +107,7 @@ def load_results(root: Path, budget: str = "") -> Results:
         (run.record.experiment, run.record.config_hash, run.record.started): run for run in reversed(runs.values())
     }
     results = join_runs([*reversed(unique.values())], runs)
-    rows = [row for row in results.rows if row.source not in ("positions", "analysis", "generation", "costs")]
+    rows = [row for row in results.rows if row.source not in ("analysis", "generation", "costs")]
     return Results(results.runs, rows, budget == QUICK, root)
 
 
@@ -327,13 +327,9 @@ def group_rows(rows: list[Row]) -> Iterator[Row]:
 
 
 def detail_rows(rows: list[Row]) -> Iterator[Row]:
-    """Yield losses by position, the analysis of the groups, and continuations."""
-    kinds = {row.variant: row.kind for row in reversed(rows) if row.metric == "perplexity"}
+    """Yield the analysis of the groups, continuations, and costs by word class."""
     for row in rows:
-        if row.metric == "nll_at_position" and not row.phase:
-            place = {"start": row.position_start, "end": row.position_end}
-            yield row.replace(source="positions", kind=kinds.get(row.variant), **place)
-        elif row.router is not None or row.metric in ("layer_confidence", "passage_distant_density"):
+        if row.router is not None or row.metric in ("layer_confidence", "passage_distant_density"):
             yield row.replace(source="analysis", metric=f"{row.metric} {row.router}" if row.router else row.metric)
         elif row.metric in GENERATED:
             yield row.replace(source="generation")

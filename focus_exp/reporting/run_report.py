@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.aggregate import Row
-from focus_exp.reporting.figures import COLORS, plot_measurements, save_figures
+from focus_exp.reporting.figures import COLORS, loss_curves, save_figures
 from focus_exp.reporting.format import (
     ABSENT,
     format_interval,
@@ -39,7 +39,7 @@ def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame], d
     title, passage = title_of(results), run_dir / "groups" / "passage.json"
     tables = run_tables(results.rows)
     replace_file(run_dir / TABLE, render_run(results, tables).encode())
-    figures = save_figures(plot_measurements(results.rows, read_log(run_dir), title), run_dir / "figures")
+    figures = save_figures({"loss_curve": loss_curves(read_log(run_dir), title)}, run_dir / "figures")
     if record.continuations:
         replace_file(run_dir / "continuations.md", render_continuations(record.continuations, title).encode())
     if passage.exists():

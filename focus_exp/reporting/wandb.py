@@ -20,7 +20,7 @@ CURVES = {
 }
 PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "assignment_overlap": "assignment stability"}
 RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Cost by word class", "Generation")
-FIGURES = ("loss_curve", "perplexity_by_position")
+FIGURES = ("loss_curve",)
 RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
 SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
 
