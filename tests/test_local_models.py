@@ -1,7 +1,6 @@
 """Models from folders, single files, GGUF and the Hub; errors name what was found and what to type."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,29 +120,6 @@ def test_load_model_safetensors_other_name_is_read(folder, tmp_path):
 
 
 # what is there -> words of the error
-
-
-def without_config(place):
-    (place / "config.json").unlink()
-
-
-PLACES = {
-    "a folder without config.json": (without_config, "", ["has no config.json", "model.safetensors"]),
-    "a .safetensors file without config": (without_config, "/model.safetensors", ["has no config.json", "next to it"]),
-    "a file of another format": (lambda place: (place / "x.bin").touch(), "/x.bin", [".bin", ".safetensors", ".gguf"]),
-    "nothing": (shutil.rmtree, "", ["no such file or folder", ".gguf"]),
-    "no GGUF file": (lambda place: (place / "x.gguf").write_bytes(b"PK\3\4" * 9), "/x.gguf", ["must be a GGUF file"]),
-}
-
-
-@pytest.mark.parametrize("what", PLACES)
-def test_load_model_wrong_path_raises_with_suggestion(folder, tmp_path, what):
-    change, file, words = PLACES[what]
-    change(folder)
-    with pytest.raises(UserError) as error:
-        load(f"{folder}{file}", tmp_path)
-    assert all(word in str(error.value) for word in words), str(error.value)
-
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
