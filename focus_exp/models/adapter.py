@@ -31,9 +31,7 @@ WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
 HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]  # of the HTTP client of huggingface_hub
 BASE_HINT = "give it with model.path=<its folder> or model.hub_id=<owner/name>"
-FIELDS = {
-    "method": str, "options": dict, "layers": list, "causal": bool, "trainable_parameters": int, "base_model": dict,
-}  # fmt: skip
+FIELDS = ("method", "options", "layers", "causal", "trainable_parameters", "base_model")
 
 
 def save_adapter(
@@ -116,11 +114,9 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
         return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*ADAPTER_FILES]))
     except LocalTokenNotFoundError as error:
         raise UserError(f"uploading {repo_id} needs a login. Run hf auth login.") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(f"{folder} was not uploaded to {repo_id}: {first_line(error)}") from error
-    except HTTP_ERROR as error:
+    except (HTTP_ERROR, OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{folder} was not uploaded to {repo_id}: the Hub cannot be reached ({reason})") from error
+        raise UserError(f"{folder} was not uploaded to {repo_id} ({reason}).") from error
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
@@ -134,21 +130,15 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if (version := description["format"]) != FORMAT:
             raise UserError(f"{path}: format must be {FORMAT} (got {version}). Use a matching version of focus_exp.")
-        base = {"arithmetic": {}} | description["base_model"]  # absent from early adapters
-        check_types(description, FIELDS)
-        check_types(base, {"name": str, "fingerprint": str, "arithmetic": dict})
-        for layer in description["layers"]:
-            check_types({"layers": layer}, {"layers": int})
+        if missing := {*FIELDS, "fingerprint"} - {*description, *description["base_model"]}:
+            raise KeyError(*missing)
+        method = find(description["method"], imports=False)
+        description["options"] = upgrade_options(description["options"], method.options)
     except FileNotFoundError:
         reason = "" if Path(folder).is_dir() else ": no such folder"
         raise UserError(f"{folder} has no {DESCRIPTION}{reason}. Give a run's folder, or its adapter/.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}). Copy the adapter again.") from None
-    try:
-        method = find(description["method"], imports=False)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
-    description["options"] = upgrade_options(description["options"], method.options)
     if unknown := sorted(set(description["options"]) - {item.name for item in fields(method.options)}):
         raise UserError(
             f"{path}: method {description['method']} has no options {', '.join(unknown)}. Copy the adapter again, or "
@@ -161,13 +151,6 @@ def adapter_name(folder: str | Path) -> str:
     """Return the name of the run that an adapter comes from."""
     path = Path(folder)
     return path.parent.name if path.name == "adapter" else path.name
-
-
-def check_types(values: dict[str, Any], types: dict[str, type]) -> None:
-    """Raise KeyError or TypeError where a value is missing or not exactly of its type."""
-    for name, kind in types.items():
-        if type(values[name]) is not kind:
-            raise TypeError(f"{name}: expected {kind.__name__}, got {str(values[name])[:40]}")
 
 
 def load_adapter(
