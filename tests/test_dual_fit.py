@@ -10,7 +10,7 @@ import torch
 from builders import scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import fitting, only_run, record_of, router_steps, run, tiny
+from running import fitting, only_run, record_of, router_steps, run, tiny, without_attention
 from torch import Tensor
 
 from focus_exp import attach
@@ -416,7 +416,7 @@ def test_run_fits_trains_by_distillation_and_saves_the_budget(tmp_path):
     saved = json.loads((adapter / "focus_adapter.json").read_text(encoding="utf-8"))
     assert saved["options"]["groups_per_layer"] == np.reshape(fitted["groups_per_query"], (2, 2)).tolist()
     assert saved["tokens"] == record.tokens_seen > 2 * 2 * 2 * 32
-    measured = run(*fitting(*tiny(tmp_path, "measured"), *settings, *training, "job=evaluate", f"adapter={adapter}"))
+    measured = run(*without_attention(tiny(tmp_path, "measured")), "job=evaluate", f"adapter={adapter}")
     assert measured.code == 0, measured.err
     losses = [
         {row.method: row.nll for row in scored(record_of(tmp_path / name).measurements)}
