@@ -28,7 +28,7 @@ from focus_exp.evaluation.perplexity import (
     score,
     token_losses,
 )
-from focus_exp.evaluation.statistics import BINS, mean_by_position, sequence_means, sequence_sums, token_mean
+from focus_exp.evaluation.statistics import sequence_means, sequence_sums, token_mean
 from focus_exp.jobs.train import attach_method
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.results.record import Record
@@ -142,28 +142,6 @@ def test_token_mean_weighs_every_scored_token_alike(sequences, length, seed):
     assert token_mean(nll) == pytest.approx(np.nanmean(nll.astype(np.float64)))
     assert counts.sum() == np.isfinite(nll).sum() and sums.dtype == np.float64
     assert np.average(sequence_means(nll), weights=counts) == pytest.approx(token_mean(nll))
-
-
-@given(length=st.integers(2, 2000), window=st.integers(0, 2500), seed=SEEDS)
-@settings(max_examples=25)
-def test_mean_by_position_bins_partition_scored_tokens(length, window, seed):
-    nll = random_losses(2, length, seed)
-    bins = mean_by_position(nll, window)
-    assert len(bins) <= BINS + 1
-    # a bin without a scored token is left out
-    covered = [position for start, end, _, _ in bins for position in range(start, end)]
-    assert covered == sorted(set(covered)) and set(np.flatnonzero(~np.isnan(nll).all(0))) <= set(covered)
-    for start, end, mean, tokens in bins:
-        inside = nll[:, start:end]
-        assert tokens == np.isfinite(inside).sum() and mean == pytest.approx(np.nanmean(inside), rel=1e-4)
-    assert sum(mean * tokens for _, _, mean, tokens in bins) == pytest.approx(token_mean(nll) * np.isfinite(nll).sum())
-
-
-@pytest.mark.parametrize(("length", "window"), [(192, 5), (1500, 100), (8192, 64)])
-def test_mean_by_position_bin_begins_at_window_end(length, window):
-    bins = mean_by_position(np.ones((1, length)), window)
-    assert window in [start for start, *_ in bins]
-    assert BINS <= len(bins) <= BINS + 1
 
 
 def make_config(method: str = "focus", train: str | None = None, sequences: int = 4, **attention) -> schema.Config:

@@ -41,7 +41,7 @@ from focus_exp.evaluation.controls import (
     trained_variant,
     window_only,
 )
-from focus_exp.evaluation.statistics import mean_by_position, read_arrays, sequence_sums, token_mean
+from focus_exp.evaluation.statistics import read_arrays, sequence_sums, token_mean
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
 from focus_exp.models.methods import (
     active_methods,
@@ -397,7 +397,7 @@ class PerplexityEvaluator:
         if scores is None or variant.error is not None:
             yield Measurement(variant=name, metric="perplexity", value=None, n=count, settings=settings)
             return
-        nll, window, at_phase = scores.nll, self.config.attention.window, {"phase": phase}
+        nll, at_phase = scores.nll, {"phase": phase}
         density, distant_density = variant.density(scores.pairs.sparsity), scores.pairs.distant_density
         if variant.window is not None and self.configured in self.scores:
             # distant pairs lie beyond the configured window, for every variant
@@ -433,11 +433,6 @@ class PerplexityEvaluator:
         ):
             if value is not None:
                 yield Measurement(metric=metric, value=value, unit=unit, settings=at_phase, **common)
-        for start, end, value, tokens in mean_by_position(nll, window):
-            yield Measurement(
-                variant=name, metric="nll_at_position", value=value, unit="nats", n=tokens,
-                settings={"position_start": start, "position_end": end, **at_phase},
-            )  # fmt: skip
         if name == self.configured and phase is None:
             for layer, fractions in zip(sorted(scores.pairs.group_tokens), scores.pairs.group_fractions, strict=False):
                 for group, fraction in enumerate(fractions):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-
-BINS = 16
 
 
 def sequence_means(nll: np.ndarray) -> np.ndarray:
@@ -27,22 +24,6 @@ def token_mean(nll: np.ndarray) -> float | None:
     """Return the mean over scored tokens, each of the same weight; None without any."""
     sums, counts = sequence_sums(nll)
     return float(sums.sum() / counts.sum()) if counts.sum() else None
-
-
-def mean_by_position(nll: np.ndarray, window: int) -> list[tuple[int, int, float, int]]:
-    """Return mean losses in BINS bins of positions, the one with the end of `window` cut there.
-
-    Returns:
-        (start, end, loss in nats per token, tokens) for positions start <= p < end.
-    """
-    length = nll.shape[1]
-    edges = {*np.linspace(0, length, BINS + 1).astype(int).tolist(), *([window] if window < length else [])}
-    bins = []
-    for start, end in pairwise(sorted(edges)):
-        values = nll[:, start:end]
-        if (value := token_mean(values)) is not None:
-            bins.append((start, end, value, int((~np.isnan(values)).sum())))
-    return bins
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray] | None:

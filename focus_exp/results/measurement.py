@@ -21,8 +21,7 @@ A run writes one row a measured number. The columns are
 
 Metrics
     quality    perplexity, nll, nll_change [nats, paired with `reference`], perplexity_change_pct (100 expm1 of
-               nll_change), nll_at_position [settings: position_start, position_end],
-               distant_density (of the pairs beyond window and sinks),
+               nll_change), distant_density (of the pairs beyond window and sinks),
                largest_group_fraction (of the tokens; mean over layers), eval_tokens, eval_seconds,
                training_tokens and fit_seconds of an adapter in another method's table
     benchmarks <metric>:<task> with lm-eval's names (acc:hellaswag, acc_norm:piqa, perplexity:lambada_openai) and
