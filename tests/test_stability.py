@@ -11,12 +11,14 @@ import torch
 from builders import scored, write_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytorch_lightning.loggers import CSVLogger
 from running import only_run, outcome, record_of, router_steps, run, tiny
 from test_training import ALL, FLOAT32, ROUTER, T, blocks_of, focus, routers, train
 
 from focus_exp import config as schema
 from focus_exp.attention.router import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
+from focus_exp.jobs import run as jobs
 from focus_exp.models.methods import attached_methods
 from focus_exp.reporting.load import load_run, select
 from focus_exp.results.metrics import read_metrics
@@ -265,7 +267,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    assert run(*tiny(folder, "whole"), *TWO_PHASES).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "make_loggers", lambda config, folder: [CSVLogger(folder, name="csv", version="")])
+        assert run(*tiny(folder, "whole"), *TWO_PHASES).code == 0
     return folder / "whole"
 
 
