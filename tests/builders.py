@@ -7,8 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from focus_exp import config as schema
 from focus_exp.checks import parse
@@ -123,3 +126,23 @@ def timings(measurements: Iterable[Measurement]) -> list[SimpleNamespace]:
         if not prefix:
             case.density = row.density
     return list(cases.values())
+
+
+def make_tokens(batch: int = 2, length: int = 40, seed: int = 0) -> Tensor:
+    """Draw token ids `(B, T)` below 100."""
+    return torch.randint(3, 100, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def compute_logits(model: PreTrainedModel, tokens: Tensor | None = None, **options: Any) -> Tensor:
+    """Compute the logits of `make_tokens()`, or of others, without a cache."""
+    return model(make_tokens() if tokens is None else tokens, **{"use_cache": False} | options).logits
+
+
+def random_sequences(count: int, seed: int = 0, length: int = 64) -> list[Tensor]:
+    """Draw sequences `(T,)` of bytes."""
+    return list(torch.randint(256, (count, length), generator=torch.Generator().manual_seed(seed)))
+
+
+def copy_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from builders import scored
+from builders import copy_state, random_sequences, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import fitting, only_run, record_of, router_steps, run, tiny, without_attention
@@ -56,14 +56,6 @@ def dual_config(**changes) -> DualConfig:
 def attach_dual(model, **changes):
     torch.manual_seed(1)
     return attach(model, "focus_dual", **OPTIONS | changes)
-
-
-def random_sequences(count: int, seed: int = 0) -> list[Tensor]:
-    return list(torch.randint(256, (count, T), generator=torch.Generator().manual_seed(seed)))
-
-
-def copy_state(model) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def distant_pairs(length: int = T, window: int = WINDOW) -> Tensor:

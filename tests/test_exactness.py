@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from builders import compute_logits, make_tokens
 from tiny_architectures import tiny_model as tiny_architecture
-from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disable_method, set_routing
@@ -20,15 +20,6 @@ LENGTH = 40
 def attach_focus(model: PreTrainedModel, **options) -> PreTrainedModel:
     torch.manual_seed(1)
     return set_routing(attach(model, "focus", **{"groups": 4, "window": 6, "sinks": 2} | options), hard=True)
-
-
-def make_tokens(batch: int = 2, length: int = LENGTH) -> Tensor:
-    return torch.randint(3, 100, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def compute_logits(model: PreTrainedModel, tokens: Tensor, **options) -> Tensor:
-    return model(tokens, **{"use_cache": False} | options).logits
 
 
 @pytest.mark.parametrize("padding", [None, 0, 7])

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from torch import Tensor, nn
+from builders import compute_logits, make_tokens
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -20,10 +21,6 @@ CPU = torch.device("cpu")
 NEAR = {"window": 4, "sinks": 1}
 GROUPED = ("focus", "focus_dual", "random_groups", "routing_transformer")
 OPTIONS = {"token_indexer": NEAR} | {method: NEAR | {"groups": 4} for method in GROUPED}
-
-
-def make_tokens() -> Tensor:
-    return torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
 def dispatch(model: PreTrainedModel, folder: Path) -> None:
@@ -47,11 +44,6 @@ def attach_method(model: PreTrainedModel, method: str = "focus") -> PreTrainedMo
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return set_routing(attach(model, method, **OPTIONS.get(method, {})), hard=True)
-
-
-@torch.no_grad()
-def compute_logits(model: PreTrainedModel) -> Tensor:
-    return model(make_tokens(), use_cache=False).logits
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from builders import make_tokens
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
@@ -42,10 +43,6 @@ def force_repacking(model: PreTrainedModel) -> list[nn.Module]:
     for layer in layers:
         setattr(layer, REPACKS, True)
     return layers
-
-
-def make_tokens() -> Tensor:
-    return torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
 def collect_state(model: PreTrainedModel) -> dict[str, object]:

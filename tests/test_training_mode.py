@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from builders import make_tokens
 from peft import LoraConfig, get_peft_model
 from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
@@ -14,10 +15,6 @@ from focus_exp.models.methods import attached_methods
 
 OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
 MODES = [torch.no_grad, torch.inference_mode]
-
-
-def make_tokens(length: int = 40) -> Tensor:
-    return torch.randint(3, 100, (2, length), generator=torch.Generator().manual_seed(0))
 
 
 def copy_buffers(methods) -> list[Tensor]:
@@ -58,7 +55,7 @@ def test_training_step_moves_buffers_once(tiny_model, method, checkpointing):
         before = copy_buffers(methods)
         freeze(model, "all")
         for length in (40, 31):
-            model(make_tokens(length), labels=make_tokens(length)).loss.backward()
+            model(make_tokens(length=length), labels=make_tokens(length=length)).loss.backward()
         moved = copy_buffers(methods)
         assert all(not torch.equal(now, x) for now, x in zip(moved, before, strict=True))
         results.append([*moved, *(p.grad for m in methods for p in m.parameters())])
@@ -98,7 +95,7 @@ def test_attach_takes_experts_that_return_router_logits(monkeypatch, name):
     model.config.output_router_logits = True
     attach(model, **OPTIONS)
     assert len(self_check.VERIFIED) == 1 and model.config.output_router_logits
-    out = model(make_tokens(12), labels=make_tokens(12))
+    out = model(make_tokens(length=12), labels=make_tokens(length=12))
     assert out.aux_loss.isfinite() and out.loss.isfinite()
 
 

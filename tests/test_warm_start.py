@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from builders import copy_state, random_sequences
 from torch import Tensor
 
 from focus_exp import attach, set_routing
@@ -18,14 +19,6 @@ FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 def focus(model, **options):
     torch.manual_seed(1)
     return attach(model, "focus", **{"groups": GROUPS, "window": WINDOW, "sinks": SINKS} | options)
-
-
-def random_sequences(count: int, seed: int = 0) -> list[Tensor]:
-    return list(torch.randint(256, (count, T), generator=torch.Generator().manual_seed(seed)))
-
-
-def snapshot(model) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def changed(model, before: dict[str, Tensor]) -> set[str]:
@@ -84,7 +77,7 @@ def test_warm_start_changes_routers_only(tiny_model):
     model = focus(tiny_model("llama"))
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 2 == 0)
-    flags, before = {n: p.requires_grad for n, p in model.named_parameters()}, snapshot(model)
+    flags, before = {n: p.requires_grad for n, p in model.named_parameters()}, copy_state(model)
     warm_start(model, random_sequences(2), 3, FLOAT32, seed=0)
     routers = {name for name in before if ".focus." in name}
     assert changed(model, before) == routers and len(routers) == 6
@@ -126,7 +119,7 @@ def test_calibration_evens_hard_groups(tiny_model, normalize, seed):
     model = focus(tiny_model("llama", seed=seed), normalize=normalize, temperature=0.5)
     for method in attached_methods(model).values():
         method.router.potential[seed] = 30.0
-    before, sequences = snapshot(model), random_sequences(8)
+    before, sequences = copy_state(model), random_sequences(8)
     assert (group_sizes(set_routing(model, hard=True), sequences).max(1).values > 0.6).all()
     calibrate(model, sequences, FLOAT32)
     assert group_sizes(set_routing(model, hard=True), sequences).max() < 1.2 / GROUPS
@@ -137,7 +130,7 @@ def test_calibration_evens_hard_groups(tiny_model, normalize, seed):
 @pytest.mark.parametrize("assignment", ["sinkhorn", "softmax"])
 def test_calibration_leaves_other_assignments_unchanged(tiny_model, assignment):
     model, tokens = focus(tiny_model("llama"), assignment=assignment), torch.stack(random_sequences(2))
-    before, logits = snapshot(model), set_routing(model.eval(), hard=True)(tokens).logits
+    before, logits = copy_state(model), set_routing(model.eval(), hard=True)(tokens).logits
     calibrate(model, random_sequences(2), FLOAT32)
     # Sinkhorn's potential serves its causal counterpart
     assert {name.rsplit(".", 1)[1] for name in changed(model, before)} == (
@@ -148,7 +141,7 @@ def test_calibration_leaves_other_assignments_unchanged(tiny_model, assignment):
 
 def test_potential_follows_batches_in_training_only(tiny_model):
     model, tokens = focus(tiny_model("llama")), torch.stack(random_sequences(2))
-    before = snapshot(model)
+    before = copy_state(model)
     model(tokens)
     set_training_mode(model, PhaseConfig(trainable="router"))
     with torch.no_grad():
