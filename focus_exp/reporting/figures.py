@@ -219,26 +219,20 @@ def _binary_prefix(value: float) -> str:
 
 def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
     """Plot the training loss by step, smoothed, for each variant."""
-    variants = list(dict.fromkeys(line.get("variant") for line in log))
-    if not any("loss" in line for line in log) or len(variants) > len(COLORS):
+    lines = pd.DataFrame(log, columns=["variant", "phase", "step", "loss"])
+    lines = lines[np.isfinite(lines.loss.astype(float))]
+    if lines.empty or lines.variant.nunique() > len(COLORS):
         return None
     figure, ax = make_figure(f"{title}\nTraining loss", 4)
-    for variant, color in zip(variants, COLORS, strict=False):
-        offset = last = 0
-        phase, points = None, dict[int, tuple[Any, float]]()
-        for line in (line for line in log if line.get("variant") == variant):
-            if line.get("phase") != phase and line["step"] < last:
-                offset = last
-            phase, last = line.get("phase"), offset + line["step"]
-            if math.isfinite(line.get("loss", math.nan)):
-                points[last] = phase, line["loss"]
-        curve = pd.DataFrame.from_dict(points, orient="index", columns=["phase", "loss"]).sort_index()
-        window = max(1, len(curve) // 10) | 1
-        smooth = curve.groupby("phase", dropna=False, sort=False).loss.transform(
+    for (variant, curve), color in zip(lines.groupby("variant", dropna=False, sort=False), COLORS, strict=False):
+        starts = curve.groupby("phase", sort=False).step.max().cumsum().shift(fill_value=0)
+        steps, window = curve.step + curve.phase.map(starts), max(1, len(curve) // 10) | 1
+        smooth = curve.groupby("phase", sort=False).loss.transform(
             lambda loss, window=window: loss.rolling(window, center=True, min_periods=1).mean()
         )
-        ax.plot(curve.loss, color=color, linewidth=0.6, alpha=0.3)
-        ax.plot(smooth, color=color, linewidth=1.8, label=variant or "training, smoothed")
+        ax.plot(steps, curve.loss, color=color, linewidth=0.6, alpha=0.3)
+        label = variant if isinstance(variant, str) else "training, smoothed"
+        ax.plot(steps, smooth, color=color, linewidth=1.8, label=label)
     ax.set(xlabel="optimizer step", ylabel="loss [nats per token]")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False)
