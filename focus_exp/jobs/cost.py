@@ -36,7 +36,13 @@ from focus_exp.training.baseline_fits import fit_one_layer
 from focus_exp.training.callbacks import PROBES_PER_PHASE, probe_tokens, route_tokens
 from focus_exp.training.focus_dual_fit.encoders import fit_encoders
 from focus_exp.training.focus_dual_fit.fit import dual_methods, get_fit_key
-from focus_exp.training.focus_dual_fit.importance import Observation, open_fit, read_observations, record_observations
+from focus_exp.training.focus_dual_fit.importance import (
+    count_fit_threads,
+    map_in_threads,
+    open_fit,
+    read_observations,
+    record_observations,
+)
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.phases import set_training_mode
 from focus_exp.training.warm_start import AttentionProbe, fit_router, run_forward
@@ -92,8 +98,8 @@ class CostEstimator:
             seconds = time_once(work, self.precision.device)
             self.seconds[stage] += count * (time_once(work, self.precision.device) if count > 4 else seconds)
 
-    def add_layers(self, stage: str, layers: int, steps: int, fit: Callable[[int], Any]) -> None:
-        """Add layer-wise fits of so many steps; fit(steps) fits one layer."""
+    def add_layers(self, stage: str, layers: float, steps: int, fit: Callable[[int], Any]) -> None:
+        """Add layer-wise fits of so many steps; fit(steps) fits one layer, or as many as run at a time."""
         short, long = (time_once(partial(fit, count), self.precision.device) for count in TIMED_STEPS)
         step = max(0.0, long - short) / (TIMED_STEPS[1] - TIMED_STEPS[0])
         self.seconds[stage] += layers * max(0.0, short + step * (steps - TIMED_STEPS[0]))
@@ -171,23 +177,24 @@ class CostEstimator:
         """Add the importance pass over the calibration sequences and the fit of every layer."""
         assert isinstance(options, FitOptions)
         methods, (tokens,) = attached_methods(self.model), self.sequences.sample(1, 0)
-        layer, method = next(iter(methods.items()))
+        changed: Any = options
+        device, layers = self.precision.device, list(methods)[: count_fit_threads(self.precision.device)]
         with tempfile.TemporaryDirectory() as folder:
             folders = (Path(folder) / str(number) for number in (1, 2))
             record = partial(record_observations, self.model, methods, [tokens], self.precision)
             self.add("fit", options.calibration_sequences, lambda: record(next(folders)))
             paths = [*Path(folder, "1").iterdir()] * (options.calibration_sequences - options.validation_sequences)
-            changed: Any = options
-            generator = torch.Generator().manual_seed(0)
 
-            def fit(steps: int) -> None:
-                observations: list[Observation] = read_observations(paths, layer)
+            def fit(steps: int, layer: int) -> None:
+                method, observations = methods[layer], read_observations(paths, layer)
+                generator = torch.Generator().manual_seed(0)
                 if isinstance(method, FocusDual):
                     fit_encoders(method, observations, steps, options.fit_learning_rate, generator)
                 else:
                     fit_one_layer(method, observations, replace(changed, fit_steps=steps), generator)
 
-            self.add_layers("fit", len(methods), options.fit_steps, fit)
+            self.add_layers("fit", len(methods) / len(layers), options.fit_steps,
+                            lambda steps: list(map_in_threads(partial(fit, steps), layers, device)))  # fmt: skip
 
     def is_fitted(self, options: DualConfig) -> bool:
         """Return whether an earlier run left this fit in the cache."""
