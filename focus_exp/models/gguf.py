@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
-import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
@@ -57,17 +54,15 @@ def convert(file: Path, folder: Path) -> None:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     part, options = "weights", {"gguf_file": file.name, "trust_remote_code": False}
-    # the progress bars of the conversion have no switch
-    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    # packed weights would be slow and could not be saved
+    dequantize = GgufConfig(dequantize=True, gguf_file=file.name)
     try:
-        with quiet:
-            # packed weights would be slow and could not be saved
-            dequantize = GgufConfig(dequantize=True, gguf_file=file.name)
-            AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=torch.float32, quantization_config=dequantize, **options
-            ).save_pretrained(folder)
-            part = "tokenizer"
-            AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, quantization_config=dequantize, **options
+        )
+        model.save_pretrained(folder)
+        part = "tokenizer"
+        AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # each reader fails in its own way on a damaged file

@@ -37,17 +37,16 @@ class SequenceMemo:
     """The `Sequence`s of the current step, shared by layers with one mask."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[object, tuple[object, ...], Sequence]] = []
+        self.step: tuple[object, ...] = ()
+        self.sequences: dict[int, tuple[object, Sequence]] = {}  # by the id of the mask, which is kept alive
 
     def get(self, mask: object, step: tuple[object, ...], describe: Callable[[], Sequence]) -> Sequence:
         """Return the sequence for `mask` at `step`; call `describe` on a miss."""
-        for known_mask, known_step, sequence in self.entries:
-            if known_mask is mask and known_step == step:
-                return sequence
-        self.entries = [entry for entry in self.entries if entry[1] == step]
-        sequence = describe()
-        self.entries.append((mask, step, sequence))
-        return sequence
+        if step != self.step:
+            self.step, self.sequences = step, {}
+        if id(mask) not in self.sequences:
+            self.sequences[id(mask)] = mask, describe()
+        return self.sequences[id(mask)][1]
 
 
 class FocusLayer(DynamicLayer):
@@ -147,12 +146,6 @@ class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
-
-    def offload(self) -> None:
-        LinearAttentionLayer.offload(self)
-
-    def prefetch(self) -> None:
-        LinearAttentionLayer.prefetch(self)
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
