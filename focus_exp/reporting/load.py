@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from importlib.resources import files
@@ -92,23 +92,15 @@ class Run:
 
 
 def load_results(root: Path, budget: str = "") -> Results:
-    """Load all runs below `root` for the report.
-
-    A run that was copied into records/ counts once. Runs of budget=quick are shown by themselves or not at all.
+    """Load all runs below `root`; those of budget=quick are shown by themselves or not at all.
 
     Raises:
         UserError: a record is unreadable.
     """
     folders = sorted(path.parent for path in root.rglob(RECORD))
-    folders.sort(key=lambda folder: "records" not in folder.relative_to(root).parts)
     runs = {folder: Run(folder, folder.relative_to(root).as_posix()) for folder in folders}
     runs = {folder: run for folder, run in runs.items() if (run.facts["budget"] == QUICK) == (budget == QUICK)}
-    unique = {
-        (run.record.experiment, run.record.config_hash, run.record.started): run for run in reversed(runs.values())
-    }
-    results = join_runs([*reversed(unique.values())], runs)
-    rows = [row for row in results.rows if row.source not in ("analysis", "generation", "costs")]
-    return Results(results.runs, rows, budget == QUICK, root)
+    return replace(join_runs([*runs.values()], runs), is_quick=budget == QUICK, root=root)
 
 
 def load_run(folder: Path) -> Results:
