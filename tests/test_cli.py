@@ -6,9 +6,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from running import only_run, record_of, router_steps, run, tiny
-from safetensors.torch import load_file
+from running import record_of, router_steps, run, tiny
 
 from focus_exp import __main__ as command_line
 from focus_exp.cli import order_arguments
@@ -73,24 +71,18 @@ def test_missing_text_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch)
     assert run(*tiny(tmp_path), f"data.files={tmp_path}/*.nothing").code == 2
 
 
-def test_nonfinite_loss_stops_at_the_last_good_state(tmp_path, monkeypatch):
-    step, states = LanguageModelTask.training_step, []
+def test_nonfinite_loss_stops_the_run(tmp_path, monkeypatch):
+    step = LanguageModelTask.training_step
 
     def poison(self, batch, index):
-        routers = [p for name, p in self.model.named_parameters() if name.endswith("router.projection")]
-        states.append((self.global_step, [p.detach().clone() for p in routers]))
         if self.global_step == 2:  # as an update that is far too large would
-            for parameter in routers:
-                parameter.data.fill_(float("nan"))
+            for name, parameter in self.model.named_parameters():
+                if name.endswith("router.projection"):
+                    parameter.data.fill_(float("nan"))
         return step(self, batch, index)
 
     monkeypatch.setattr(LanguageModelTask, "training_step", poison)
     result = run(*tiny(tmp_path), router_steps(4))
     assert result.code == 2 and "recipe.phases.*.learning_rate" in result.err
-    saved = load_file(only_run(tmp_path) / "adapter" / "focus_adapter.safetensors")
-    assert all(tensor.isfinite().all() for tensor in saved.values())
-    # the weights that step 2 began with gave the last finite loss
-    good = next(routers for number, routers in states if number == 1)
-    assert all(map(torch.equal, good, [value for name, value in sorted(saved.items()) if "projection" in name]))
     record = record_of(tmp_path)
     assert record.status == "failed" and "step 3" in record.error

@@ -49,7 +49,6 @@ from focus_exp.training.distributed import (
     sequential_by_rank,
 )
 from focus_exp.training.focus_dual_fit.fit import fit_dual, format_fits, rebalance
-from focus_exp.training.module import NonFiniteError
 from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases, unreached_learning_rates
 from focus_exp.training.precision import Precision, choose_device
 from focus_exp.training.warm_start import calibrate, temporary_calibration, warm_start
@@ -169,7 +168,7 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
 def fit(
     run: Run, model: PreTrainedModel, sequences: SequenceDataset, evaluator: PerplexityEvaluator | None = None
 ) -> None:
-    """Warm start, training phases and calibration; saves the adapter, also the last good one of a non-finite loss.
+    """Warm start, training phases and calibration; saves the adapter.
 
     Args:
         evaluator: its text is used to probe routers while they train, and to measure them between phases.
@@ -198,21 +197,11 @@ def fit(
             run_on_rank_zero(model, lambda: measure(phase))
 
     broadcast_attached(model)
-    try:
-        record.steps = train_phases(
-            model, sequences, config, precision, run.folder, run.loggers,
-            probed=probe_tokens(evaluator.blocks) if evaluator else None,
-            between=between,
-        )  # fmt: skip
-    except NonFiniteError as error:
-        saved = run.folder / CHECKPOINTS
-        if config.recipe.trains("lora"):
-            saved = save_lora(model, adapter, is_main())
-        elif has_router and not config.recipe.trains("all"):
-            saved = save_adapter(model, adapter, {"note": f"the last good state: {error}"}, is_main())
-        raise UserError(
-            f"{error}; the last good state is in {saved}. Lower recipe.phases.*.learning_rate or trainer.gradient_clip."
-        ) from error
+    record.steps = train_phases(
+        model, sequences, config, precision, run.folder, run.loggers,
+        probed=probe_tokens(evaluator.blocks) if evaluator else None,
+        between=between,
+    )  # fmt: skip
     fitted_tokens = sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
     record.tokens_seen = record.steps * tokens_per_step(config) + fitted_tokens
     record.measurements += read_probes(run.folder / PROBES, config.recipe.phases)

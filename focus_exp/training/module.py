@@ -26,10 +26,6 @@ from focus_exp.training.distributed import (
 )
 
 
-class NonFiniteError(UserError):
-    """The loss or a gradient is NaN or infinite; small trained parts are those of the last finite step."""
-
-
 class LanguageModelTask(pl.LightningModule):
     """Train the parameters that `phase.trainable` names on next-token prediction or distillation.
 
@@ -46,20 +42,14 @@ class LanguageModelTask(pl.LightningModule):
         if not self.trainable_names:
             raise UserError(f"recipe.phases.{name}.trainable={phase.trainable}: the model has no such parameters.")
         self.strict_loading = False  # on_load_checkpoint checks that the trained part is complete
-        self.last_good: dict[str, Tensor] = {}
         self._random_state: dict[str, Tensor] | None = None
-
-    def on_train_start(self) -> None:
-        self.remember()
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         """Return the loss of `batch["input_ids"]` `(B, T)`, auxiliary router losses included."""
         with auxiliary_losses(self.model) as auxiliary:
             loss = self.loss(batch["input_ids"])
         mean = all_reduce_mean(loss.detach())
-        if not torch.isfinite(mean):
-            self.model.load_state_dict(self.last_good, strict=False)
-            raise NonFiniteError(f"the loss is {mean.item()} at step {self.global_step + 1} of phase {self.name}")
+        self.check_finite("loss", mean)
         # what Lightning hands to callbacks is divided by the accumulated batches
         self.last_loss = mean
         return loss + torch.stack(auxiliary).sum() if auxiliary else loss
@@ -78,16 +68,21 @@ class LanguageModelTask(pl.LightningModule):
         return self.model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a non-finite gradient; the weights are still those of the last good step."""
         if is_sharded(self.model):
             average_gradients(self.trainable_parameters())
         norm = global_norm(self.gradients())
-        if not torch.isfinite(norm):
-            raise NonFiniteError(f"the gradient is not finite at step {self.global_step + 1} of phase {self.name}")
+        self.check_finite("gradient norm", norm)
         self.gradient_norm = norm.item()
         # read here: by the time the step is logged the scheduler has advanced
         self.learning_rate = optimizer.param_groups[0]["lr"]
-        self.remember()
+
+    def check_finite(self, name: str, value: Tensor) -> None:
+        """Raise UserError if `value` is NaN or infinite."""
+        if not torch.isfinite(value):
+            raise UserError(
+                f"the {name} must be finite (got {value.item()} at step {self.global_step + 1} of phase {self.name}). "
+                "Lower recipe.phases.*.learning_rate or trainer.gradient_clip."
+            )
 
     def configure_gradient_clipping(
         self,
@@ -107,12 +102,6 @@ class LanguageModelTask(pl.LightningModule):
     def cpu(self) -> LanguageModelTask:
         """Leave quantized weights on their device when Lightning tears down."""
         return self if getattr(self.model, "is_quantized", False) else super().cpu()
-
-    def remember(self) -> None:
-        """Copy a small trained part while the loss is finite; a trained base has its checkpoints."""
-        if self.phase.trainable != "all":
-            state = self.model.state_dict()
-            self.last_good = {name: state[name].clone() for name in state if self.changes(name)}
 
     def changes(self, name: str) -> bool:
         """Return whether a step may change `name`; methods move buffers whatever is trained."""
