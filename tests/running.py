@@ -24,6 +24,7 @@ from focus_exp import __main__ as command_line
 from focus_exp.attention.registry import METHODS
 from focus_exp.config import AttentionConfig, find_schema
 from focus_exp.errors import STOP_SIGNALS
+from focus_exp.jobs.cost import CostEstimator
 from focus_exp.results.measurement import MEASUREMENTS, read_measurements
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record
@@ -40,12 +41,13 @@ class Result:
     err: str
 
 
-def run(*arguments: str, drawn: bool = False, apart: bool = False) -> Result:
+def run(*arguments: str, drawn: bool = False, apart: bool = False, estimated: bool = False) -> Result:
     """Run `python -m focus_exp *arguments`; unhandled exceptions are raised.
 
     Args:
         drawn: draw figures, which takes longer than the rest of a tiny run; else they are empty files.
         apart: run commands that this one starts as processes, and not in this one.
+        estimated: estimate time and memory first, which takes further passes.
     """
     out, err = io.StringIO(), io.StringIO()
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -55,6 +57,8 @@ def run(*arguments: str, drawn: bool = False, apart: bool = False) -> Result:
             patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # it composes all to learn that none is set
             if not drawn:
                 patch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"not drawn"))
+            if not estimated:
+                patch.setattr(CostEstimator, "estimate", lambda self: "")
             if not apart:
                 patch.setattr(subprocess, "run", waited_for(subprocess.run))
             code = command_line.main()

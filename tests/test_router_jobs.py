@@ -46,7 +46,7 @@ def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
 
 def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
     settings = [*tiny(tmp_path), router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
-    result = run(*settings)
+    result = run(*settings, estimated=True)
     assert result.code == 0
     assert re.search(r"estimate: [\d.]+ minutes \(training [\d.]+, fit [\d.]+, scoring [\d.]+\), [\d.]+ GB", result.out)
     record, adapter = record_of(tmp_path), only_run(tmp_path) / "adapter-two_encoders"
