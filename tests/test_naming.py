@@ -59,7 +59,7 @@ MODELS = [
     ("", write_without_config, "the folder has no config.json (got generation_config.json, model.safetensors, "
      f"tokenizer.json, tokenizer_config.json). {SAVED}"),
     ("", lambda place: write_files(place, mine_gguf=b""), "the folder has no config.json (got "
-     f"mine.gguf). {SAVED}"),
+     "mine.gguf). Type model.path=PLACE/mine.gguf."),
     ("/model.safetensors", write_without_config, "its folder has no config.json. Put the config.json and the tokenizer "
      "files of the model next to it."),
     ("/x.bin", lambda place: write_files(place, x_bin=b""), "weights must be .safetensors or .gguf (got x.bin). "

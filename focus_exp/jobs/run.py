@@ -50,7 +50,7 @@ from focus_exp.training.phases import CHECKPOINTS
 from focus_exp.training.precision import Precision, choose_precision
 
 TABLE_WIDTH = 190
-WANDB_TIMEOUT = 30.0  # seconds in which a server must answer
+WANDB_TIMEOUT = 10.0  # seconds in which a server must answer
 COMMIT = re.compile("[0-9a-f]{40}")
 
 

@@ -59,10 +59,10 @@ def find_local_model(path: str) -> LocalModel:
     place = Path(path).expanduser()
     if place.is_dir():
         if not (place / "config.json").is_file():
-            names = ", ".join(sorted(child.name for child in place.iterdir())[:4])
-            raise UserError(
-                f"model.path={path}: the folder has no config.json (got {names or 'nothing'}). {GIVE_PATH}."
-            )
+            names = ", ".join(sorted(child.name for child in place.iterdir())[:4]) or "nothing"
+            models = sorted([*place.rglob("*.gguf"), *(config.parent for config in place.glob("*/config.json"))])
+            fix = f"Type model.path={models[0]}" if models else GIVE_PATH
+            raise UserError(f"model.path={path}: the folder has no config.json (got {names}). {fix}.")
         return LocalModel(place)
     if not place.exists():
         hub = f", or model.hub_id={path} for the Hub" if HUB_ID.fullmatch(path) else ""
