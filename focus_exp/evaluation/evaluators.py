@@ -28,7 +28,7 @@ class Evaluators:
         self.benchmarks.measure_attached()
 
     def write(self, record: Record, folder: Path) -> None:
-        """Add the measurements to the record, and write their losses into `folder`."""
+        """Add the measurements to the record, and write their losses; UserError where all of eval.tasks failed."""
         record.measurements = [
             *record.measurements, *self.perplexity.measurements(), *self.benchmarks.measurements
         ]  # fmt: skip
@@ -36,8 +36,4 @@ class Evaluators:
         losses = ({TEXT: text} if text.nll else {}) | self.benchmarks.losses
         if losses and is_main():
             write_losses(folder / LOSSES, losses)
-
-    def write_final(self, record: Record, folder: Path) -> None:
-        """Write everything; UserError where every one of eval.tasks failed."""
-        self.write(record, folder)
         self.benchmarks.require_score()

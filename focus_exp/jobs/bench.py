@@ -60,7 +60,7 @@ def bench(config: Config) -> None:
                 run.save()
         if settings.quality:
             evaluators.measure_attached()
-            evaluators.write_final(run.record, run.folder)
+            evaluators.write(run.record, run.folder)
 
 
 def check_dual(config: Config) -> None:

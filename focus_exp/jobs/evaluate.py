@@ -37,7 +37,7 @@ def evaluate_adapter(config: Config) -> None:
         load_trained(run, setup.model)
         setup.evaluators.measure_base()
         setup.evaluators.measure_attached()
-        setup.evaluators.write_final(run.record, run.folder)
+        setup.evaluators.write(run.record, run.folder)
 
 
 def load_trained(run: Run, model: PreTrainedModel) -> None:

@@ -104,7 +104,7 @@ def train(config: Config) -> None:
             evaluators.measure_attached()
 
         run_on_rank_zero(model, measure)
-        evaluators.write_final(run.record, run.folder)
+        evaluators.write(run.record, run.folder)
 
 
 def save_weights(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
