@@ -11,24 +11,30 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from focus_exp.attention.kernels import groups, window
+from focus_exp.attention.kernels import groups, layout, window
 
 KERNELS = (
+    *(layout.count_members, layout.scan_counts, layout.place_tokens, layout.select_groups),
     *(window.window_forward, window.window_backward_queries, window.window_backward_keys, window.sinks_backward),
     *(groups.groups_forward, groups.groups_backward_queries, groups.groups_backward_keys),
 )
-HALF, LONG, FLOAT = "q k v out dout other_out", "lower bits", "scale cap unit slope"
-FULL = "lse delta other_lse sink_logits dq dk dv dgate gate"
-INT = "begins valid tags_q tags_k place queries first stop keys"
-POINTERS = {name: "*bf16" for name in HALF.split()} | {name: "*i64" for name in LONG.split()}
-POINTERS |= {name: "*i32" for name in INT.split()} | {"valid": "*u8"}
-POINTERS |= {name: "*fp32" for name in FULL.split()}
-SIZES = {"HG": 4, "D": 48, "BD": 64, "BM": 32, "BN": 32, "BS": 16, "K": 8, "BK": 16, "PRECISION": "tf32"}
+HALF = "q k v out dout partial sorted_k sorted_v"
+FULL = (
+    "lse delta partial_lse sink_logits dq dk dv dgate gate partial_gate sorted_dk sorted_dv sorted_gate products bias "
+    "worth_bias limits"
+)
+BYTES, INT = "valid query_groups key_groups", "begins entries visible ahead keys slots memberships counts top_k"
+TYPES = {"*bf16": HALF, "*fp32": FULL, "*u8": BYTES, "*i32": INT, "*i64": "query_bits key_bits start"}
+POINTERS = {name: kind for kind, names in TYPES.items() for name in names.split()}
+FLOAT = "scale cap unit"
+SIZES = {
+    "HG": 4, "D": 48, "BD": 64, "BM": 32, "BN": 32, "BS": 16, "K": 8, "BK": 16, "C": 64, "BC": 64, "PRECISION": "tf32"
+}  # fmt: skip
 
 
 def compiled(kernel: object, capability: int, **constants: object) -> triton.compiler.CompiledKernel:
     """With every option on."""
-    function = kernel.fn
+    function = kernel
     constants = {n: (SIZES | constants).get(n, True) for n in function.arg_names if n.isupper()}
     types = {n: "fp32" if n in FLOAT.split() else POINTERS.get(n, "i32") for n in function.arg_names}
     types |= dict.fromkeys(constants, "constexpr")
@@ -40,4 +46,4 @@ if __name__ == "__main__":
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     for kernel in KERNELS:
         found = compiled(kernel, capability)
-        print(f"{kernel.fn.__name__}: sm_{capability}, {found.metadata.shared:,} bytes of shared memory")
+        print(f"{kernel.__name__}: sm_{capability}, {found.metadata.shared:,} bytes of shared memory")

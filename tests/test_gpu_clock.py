@@ -21,8 +21,9 @@ def test_the_script_needs_torch_and_triton_alone_and_ends_in_a_record(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert record["checks"] == {"right": 1, "wrong": {}} and record["device"].startswith("cpu")
-    assert [(row["K"], row["k"]) for row in record["rows"]] == [(2, 1), (4, 2), (2, 1)]
-    assert all(row["bound by pairs"] >= row["bound by blocks"] > 0 for row in record["rows"][:2])
+    forms = [("published form", 2), ("two encoders", 4), ("key gate", 1), ("key gate", 1)]
+    assert [(row["form"], row["K"]) for row in record["rows"]] == forms
+    assert all(row["bound by pairs"] >= 1 and row["ratio"] > 0 for row in record["rows"][:3])
 
 
 def test_the_committed_table_follows_from_the_records_beside_it(tmp_path):
@@ -43,4 +44,6 @@ def test_a_record_that_was_made_outside_of_git_has_its_table():
     row = {"layer": "tiny", "tokens": 48, "K": 2, "k": 1, "kernel": "triton", "full [s]": 0.25, "ratio": 0.5}
     lines = gpu_clock.table([facts | {"rows": [row]}]).splitlines()
     assert any("commit unknown: 1 of 1 cases" in line for line in lines)
-    assert lines[-1].startswith("| tiny | 48 | 2 | 1 | triton | - | 250 | ") and lines[-1].endswith(" unknown |")
+    assert lines[-1].startswith("| tiny | 48 | published form | 2 | 1 | triton | - | 250 | ") and lines[-1].endswith(
+        " unknown |"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import gpu_checks
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,11 +16,11 @@ from problems import random_assignment, random_sequence
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from focus_exp.attention.base import LayerShape
 from focus_exp.attention.dense import reference_attention, scores
-from focus_exp.attention.kernels import KERNELS, BackendUnsupported, KernelRequirements, fused
-from focus_exp.attention.kernels.cuda import FlashGroups
-from focus_exp.attention.kernels.fused import Triton
-from focus_exp.attention.kernels.layout import Plan, group_ids, lay_out, list_groups, query_ranges
+from focus_exp.attention.focus_dual import FocusDual
+from focus_exp.attention.kernels import KERNELS, BackendUnsupported, KernelRequirements, gpu_sparse
+from focus_exp.attention.kernels.gpu_sparse import Layout, Setup, Triton, attend
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
@@ -33,21 +34,6 @@ from focus_exp.attention.selection import local_mask as visible
 
 pytest.importorskip("triton", reason="Triton is there on Linux alone")
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="the kernels run on the GPU")
-
-
-class GroupsOnTheCPU(FlashGroups):
-    """What flash kernels do with the groups, in plain arithmetic."""
-
-    name = "groups-on-the-cpu"
-
-    def segments(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        index = torch.arange(len(q))
-        segment = torch.searchsorted(offsets[1:], index, right=True)
-        keep = (segment[:, None] == segment) & (index[:, None] >= index)
-        q, k, v = (x.transpose(0, 1)[None].float() for x in (q, k, v))
-        s = scores(q, k, args).masked_fill(~keep, float("-inf"))
-        out = s.softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        return out[0].transpose(0, 1), s.logsumexp(-1)[0]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,16 +85,14 @@ def selections(draw: st.DrawFn, batch: int, length: int) -> Selection:
 
 
 @st.composite
-def problems(draw: st.DrawFn, one_group: bool = False) -> Problem:
+def problems(draw: st.DrawFn) -> Problem:
     torch.manual_seed(draw(st.integers(0, 10_000)))
     batch, length = draw(st.integers(1, 2)), draw(st.integers(1, 80))
     heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([8, 20]))
     q = torch.randn(batch, heads * share, length, size)
     k, v = torch.randn(2, batch, heads, length, size)
     logits = [torch.randn(heads * share)] if draw(st.booleans()) else []
-    selection = select(random_assignment("spread", batch, length, 3), 1, "share")
-    if not one_group:
-        selection = draw(selections(batch, length))
+    selection = draw(selections(batch, length))
     sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
     args = AttentionArgs(
         size**-0.5, draw(st.sampled_from([None, 1.5])), ste_slope=2.5,
@@ -131,12 +115,6 @@ def test_triton_any_input_equals_reference(problem):
     check(problem, Triton())
 
 
-@given(problem=problems(one_group=True))
-@settings(max_examples=2)
-def test_flash_groups_any_input_equals_reference(problem):
-    check(problem, GroupsOnTheCPU())
-
-
 @pytest.mark.parametrize("size", [96, 256])
 def test_triton_large_heads_half_precision_equals_reference(size):
     torch.manual_seed(size)
@@ -149,7 +127,7 @@ def test_triton_large_heads_half_precision_equals_reference(size):
 
 def test_triton_groups_per_head_equal_reference(monkeypatch):
     """Heads folded into the batch, the base's sinks with them; and the sinks' gradients from several chunks."""
-    monkeypatch.setattr(fused, "SINK_CHUNK", 32)
+    monkeypatch.setattr(gpu_sparse, "SINK_CHUNK", 32)
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 2, 50, 16), torch.randn(2, 2, 1, 50, 16)
     selection = select(random_assignment("spread", 2, 50, 4), 2, "query_topk")
@@ -176,53 +154,90 @@ def test_triton_lse_equals_kept_pairs(problem):
     keep &= base_mask(sequence, rows, q.shape[2])
     s = scores(q.double(), k.double(), args).masked_fill(~keep[:, None], float("-inf"))
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    _, lse = Triton().forward(*packed, None, Plan.of(selection, sequence, args.window, args.sinks), args)
+    layout = Layout.of(Setup.of(selection, sequence, args, k.shape[1]), *packed[1:])
+    _, lse = attend(*packed, None, layout, args)
     truth = s.logsumexp(-1).transpose(0, 1).flatten(1)
     real = slice(None) if sequence.valid is None else sequence.valid.flatten()
     torch.testing.assert_close(lse[:, real].double(), truth[:, real], atol=1e-5, rtol=1e-5)
 
 
-@given(st.integers(1, 3), st.integers(1, 40), st.data())
-@settings(max_examples=20)
-def test_list_groups_cover_each_distant_pair_once(batch, length, data):
+@given(st.integers(1, 2), st.integers(1, 150), st.data())
+@settings(max_examples=10)
+def test_layout_covers_each_distant_pair_once(batch, length, data):
     torch.manual_seed(data.draw(st.integers(0, 10_000)))
-    groups, window = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 3, 50]))
+    groups, window, sinks = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 3, 70])), 2
     asked, members = (torch.rand(batch, length, groups) < 0.4 for _ in range(2))
-    found = list_groups(group_ids(asked, groups), group_ids(members, groups), groups, length, window)
-    pairs = torch.zeros(batch * length, batch * length, dtype=torch.long)
-    backwards = pairs.clone()
-    low, high = query_ranges(found, groups, length, window)
-    for r in range(groups):
-        for place, query in enumerate(found.queries[r].tolist()):
-            keys = found.keys[found.first[r, place] : found.stop[r, place]] // groups
-            if found.lower is not None:
-                keys = keys[(found.lower[r, place] & found.bits[keys]) == 0]
-            pairs[query, keys] += 1
-        for place, slot in enumerate(found.keys.tolist()):
-            seeing = slice(low[r, place], high[r, place])
-            queries, key = found.queries[r, seeing], slot // groups
-            if found.lower is not None:
-                queries = queries[(found.lower[r, seeing] & found.bits[key]) == 0]
-            backwards[queries, key] += 1
-    row, time = torch.arange(batch * length) // length, torch.arange(batch * length) % length
-    share = (asked.flatten(0, 1).float() @ members.flatten(0, 1).float().T) > 0
-    distant = (row[:, None] == row) & (time[:, None] - time > window)
-    assert torch.equal(pairs, (share & distant).long()) and torch.equal(backwards, pairs)
-    assert torch.equal(found.keys.long().sort().values, torch.arange(batch * length * groups))
+    sequence, args = Sequence.plain(batch, length), AttentionArgs(1.0, window=window, sinks=sinks)
+    keys = torch.arange(length).float().expand(batch, length).reshape(-1, 1, 1)
+    layout = Layout.of(Setup.of(Selection(query_groups=asked, key_groups=members), sequence, args, 1), keys, keys)
+    ahead_q, ahead_k = layout.ahead
+    pairs = torch.zeros(batch, length, length, dtype=torch.long)
+    for row in range(batch):
+        for group in range(groups):
+            listed = slice(*ahead_q[row, [0, -1], group].tolist())
+            for entry, count in zip(layout.entries[row, listed], layout.visible[row, listed], strict=True):
+                query, begin = int(entry) // groups, int(ahead_k[row, 0, group])
+                assert int(entry) % groups == asked[row, query, :group].sum()
+                seen = layout.keys[row, begin : begin + int(count)]
+                if layout.is_shared:
+                    bits = layout.key_bits[row, begin : begin + int(count)] & layout.query_bits[row, query]
+                    seen = seen[bits % 2**group == 0]
+                pairs[row, query, seen] += 1
+        end = int(ahead_k[row, -1, -1])
+        assert torch.equal(layout.sorted_k[row, 0, :end, 0], layout.keys[row, :end].float())
+    share = (asked.float() @ members.float().transpose(1, 2)) > 0
+    time = torch.arange(length)
+    assert torch.equal(pairs, (share & (time[:, None] - time > window) & (time >= sinks)).long())
 
 
-@pytest.mark.parametrize(("top_k", "rule"), [(1, "query_topk"), (2, "query_topk"), (2, "share")])
+@pytest.mark.parametrize(("counts", "encoders", "budget"), [("pair", 2, None), ("head", 1, None), ("query", 2, [8, 3])])
+def test_route_equals_the_encoders(counts, encoders, budget):
+    torch.manual_seed(0)
+    shape = LayerShape(40, 4, 16, 0, 2)
+    method = FocusDual.create(shape, groups=8, window=16, sinks=2, top_k=2, counts=counts, encoders=encoders)
+    for x in (method.mean, method.worth_bias, method.key_encoder.bias.data, method.q_encoder.bias.data):
+        x.normal_()
+    method.scale.uniform_(0.5, 2)
+    method.worth.normal_(std=0.1)
+    if encoders == 2:
+        method.thresholds.copy_(torch.linspace(-2, -6, 7).expand(2, -1))
+    if budget is not None:
+        method.set_budget(budget)
+    h, sequence = torch.randn(2, 90, 40), random_sequence("left", 2, 90)
+    with torch.no_grad():
+        position = torch.arange(90) - sequence.start
+        queries, keys = method.logits(h, position)
+        ours = gpu_sparse.route(h, method.encoder_weights(), sequence.start, 18, counts == "pair")
+        assert torch.equal(ours[0], method.select_query_groups(queries))
+        assert torch.equal(ours[1].long().argmax(-1), keys.argmax(-1)) and (ours[1].sum(-1) == 1).all()
+        weights = method.encoder_weights()
+        assert method.encoder_weights() is weights
+        method.worth += 1
+        assert method.encoder_weights() is not weights
+
+
+def test_halves_multiply_with_the_accuracy_of_float32():
+    torch.manual_seed(0)
+    h, weight = torch.randn(3, 9, 64).bfloat16(), torch.randn(64, 5)
+    halves = gpu_sparse.halve(weight)
+    assert halves.dtype == torch.bfloat16
+    product = (h.double().flatten(0, 1) @ halves.double()).unflatten(1, (2, -1)).sum(1)
+    exact = h.double().flatten(0, 1) @ weight.double()
+    assert (product - exact).abs().max() < 3e-5 * exact.abs().max()
+
+
 @pytest.mark.parametrize("padding", ["plain", "left"])
-def test_lay_out_never_syncs_and_compiles_fullgraph(top_k, rule, padding):
-    g = random_assignment("spread", 2, 30, 4)
-    sequence = random_sequence(padding, 2, 30)
+def test_setup_never_waits_for_the_device(padding):
+    sequence, g = random_sequence(padding, 2, 30), random_assignment("spread", 2, 30, 4)
     with FakeTensorMode() as mode:  # whatever depends on numbers raises
         valid = None if sequence.valid is None else mode.from_tensor(sequence.valid)
         fake = replace(sequence, start=mode.from_tensor(sequence.start), valid=valid)
-        Plan.of(select(mode.from_tensor(g), top_k, rule), fake, window=5, sinks=2)
-    compiled = torch.compile(lay_out, fullgraph=True, backend="eager", dynamic=True)
-    one, other = (make(select(g, top_k, rule), sequence, 5, 2).lists for make in (compiled, lay_out))
-    assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("queries", "first", "stop", "keys"))
+        Setup.of(select(mode.from_tensor(g), 2, "share"), fake, AttentionArgs(1.0, window=5, sinks=2), 2)
+
+
+def test_spans_of_queries_equal_reference():
+    case = gpu_checks.Case(2, "share", size=16, dtype=torch.float16, length=134, per_head=True, spans=True)
+    assert case.errors("cpu") == {}
 
 
 def test_triton_local_only_equals_reference():
@@ -235,11 +250,11 @@ def test_triton_local_only_equals_reference():
     torch.testing.assert_close((ours * real).double(), truth * real, atol=1e-5, rtol=1e-5)
 
 
-def test_plan_too_many_shared_groups_raises():
-    several = select(torch.rand(1, 9, 70), 2, "share")
+def test_too_many_shared_groups_raise():
+    several, args = select(torch.rand(1, 9, 70), 2, "share"), AttentionArgs(1.0, window=1)
     with pytest.raises(BackendUnsupported, match="attention.groups must be <= 63 .*70"):
-        Plan.of(several, Sequence.plain(1, 9), 1, 0)
-    Plan.of(select(torch.rand(1, 9, 70), 2, "query_topk"), Sequence.plain(1, 9), 1, 0)
+        Setup.of(several, Sequence.plain(1, 9), args, 1)
+    Setup.of(select(torch.rand(1, 9, 70), 2, "query_topk"), Sequence.plain(1, 9), args, 1)
 
 
 def test_triton_other_value_size_raises():
@@ -249,32 +264,30 @@ def test_triton_other_value_size_raises():
         Triton().attention(q, k, v, selection, Sequence.plain(1, 9), AttentionArgs(1.0, window=1))
 
 
-def test_gpu_kernels_unsupported_reasons(monkeypatch):
-    bf16, float32 = (KernelRequirements("cuda", dtype, 256, softcap=True) for dtype in (torch.bfloat16, torch.float32))
+def test_triton_unsupported_reasons(monkeypatch):
+    bf16, float32 = (KernelRequirements("cuda", dtype, 256) for dtype in (torch.bfloat16, torch.float32))
     assert KERNELS["triton"].unsupported_reason(bf16) is None and KERNELS["triton"].unsupported_reason(float32) is None
     assert "head sizes up to 256" in KERNELS["triton"].unsupported_reason(replace(bf16, head_dim=288))
-    assert KERNELS["torch-flash"].unsupported_reason(bf16) == "has no softcap"
-    plain = replace(bf16, softcap=False)
-    assert KERNELS["torch-flash"].unsupported_reason(plain) is None
-    assert "one group" in KERNELS["torch-flash"].unsupported_reason(replace(plain, one_group=False))
-    assert "needs FA3: No module named" in KERNELS["torch-fa3"].unsupported_reason(plain)
-    assert "wheels are for torch 2.6 to 2.10" in KERNELS["flash-attn"].unsupported_reason(plain)
-    assert "No module named 'flash_attn'" in KERNELS["flash-attn"].unsupported_reason(plain)
-    fused.capability_reason.cache_clear()
+    caches = (gpu_sparse.capability_reason, gpu_sparse.unavailable_reason)
+    for cache in caches:
+        cache.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")
     assert KERNELS["triton"].unsupported_reason(bf16) == "needs compute capability 8.0, T4 has 7.5"
-    fused.capability_reason.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def test_import_error_is_cached(monkeypatch):
     tried = []
-    monkeypatch.setattr(fused.importlib, "import_module", lambda name: tried.append(name) or __import__("nowhere_"))
-    fused.import_error.cache_clear()
-    assert [fused.import_error("absent") for _ in range(3)] == ["No module named 'nowhere_'"] * 3
+    monkeypatch.setattr(
+        gpu_sparse.importlib, "import_module", lambda name: tried.append(name) or __import__("nowhere_")
+    )
+    gpu_sparse.import_error.cache_clear()
+    assert [gpu_sparse.import_error("absent") for _ in range(3)] == ["No module named 'nowhere_'"] * 3
     assert tried == ["absent"]
-    fused.import_error.cache_clear()
+    gpu_sparse.import_error.cache_clear()
 
 
 @pytest.mark.slow
@@ -283,4 +296,4 @@ def test_triton_compiles_every_kernel():
     """The interpreter runs what it would refuse: a variable of a loop that changes its type, a sum of other shapes."""
     script = Path(__file__).parent / "compiled_kernels.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.stdout.count(": sm_90, ") == 7, done.stderr[-2000:]
+    assert done.stdout.count(": sm_90, ") == 11, done.stderr[-2000:]

@@ -166,9 +166,8 @@ class AttentionMethod(nn.Module):
         least = SPARSE_FROM.get(q.device.type, 0) if self.sparse_from is None else self.sparse_from
         if self.backend == "auto" and q.shape[2] < least:
             return []
-        has_softcap, is_one_group = args.softcap is not None, selection.group is not None
         groups = 1 if selection.key_groups is None else selection.key_groups.shape[-1]
-        requirements = KernelRequirements(q.device.type, q.dtype, q.shape[-1], has_softcap, is_one_group, groups)
+        requirements = KernelRequirements(q.device.type, q.dtype, q.shape[-1], groups)
         kernels = select_backends(requirements, self.backend)
         if not kernels and self.backend != "auto":
             reason = KERNELS[self.backend].unsupported_reason(requirements)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.base import AttentionMethod, LayerShape, ste_slope
-from focus_exp.attention.kernels.cpu_sparse import DTYPES, MAX_GROUPS, load_operators, unavailable_reason
+from focus_exp.attention.kernels import cpu_sparse, gpu_sparse
 from focus_exp.attention.options import FULL, WINDOW, EncoderTraining, FocusDualOptions
 from focus_exp.attention.router import cast_chunks, disable_autocast
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, top_k_groups
 
+KERNELS = {"cpu": cpu_sparse, "cuda": gpu_sparse}
+MAX_GROUPS = 64  # that the kernels take
 UNSET = torch.finfo(torch.float32).max  # a threshold before any fit: a query reads its top_k groups
 
 
@@ -63,6 +65,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         self.heads = shape.kv_heads or shape.heads if options.heads == "kv" else 1
         self.budget: list[int] | None = None
         self.counts = options.counts
+        self.folded: tuple[Any, gpu_sparse.EncoderWeights] | None = None
         self.mean: Tensor
         self.scale: Tensor
         self.worth: Tensor
@@ -163,9 +166,9 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         if not self.is_routed:
             return Selection(is_dense=self.groups_per_head[0] > 0)
-        position = torch.arange(h.shape[1], device=h.device) - sequence.start
         if self.can_route_by_kernel(h):
-            return self.route_by_kernel(h, position)
+            return self.route_by_kernel(h, sequence)
+        position = torch.arange(h.shape[1], device=h.device) - sequence.start
         queries, keys = self.logits(h, position)
         return Selection(
             assignment=queries.softmax(-1),
@@ -181,26 +184,52 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         return max(self.groups_per_head) if self.counts == "head" else self.groups, 1
 
     def can_route_by_kernel(self, h: Tensor) -> bool:
-        """Tell whether the CPU kernel serves: hard routing without gradients or soft assignments."""
-        encoders = (self.key_encoder, self.q_encoder)
-        if h.device.type != "cpu" or h.dtype not in DTYPES or self.groups > MAX_GROUPS or self.observers:
+        """Tell whether a kernel serves: hard routing without gradients or soft assignments."""
+        encoders, kernel = (self.key_encoder, self.q_encoder), KERNELS.get(h.device.type)
+        if kernel is None or h.dtype not in kernel.DTYPES or self.groups > MAX_GROUPS or self.observers:
             return False
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not all(type(x) is Encoder for x in encoders):
             return False
-        tensors = [x for encoder in encoders for x in (encoder.weight, encoder.bias)]
-        if any(type(x) is not nn.Parameter or x.dtype != torch.float32 or x.device.type != "cpu" for x in tensors):
+        tensors: list[Any] = [x for encoder in encoders for x in (encoder.weight, encoder.bias)]
+        if any(type(x) is not nn.Parameter or x.dtype != torch.float32 or x.device != h.device for x in tensors):
             return False
-        return self.key_encoder.projection is None and unavailable_reason() is None
+        return self.key_encoder.projection is None and kernel.unavailable_reason() is None
 
-    def route_by_kernel(self, h: Tensor, position: Tensor) -> Selection:
+    def route_by_kernel(self, h: Tensor, sequence: Sequence) -> Selection:
         """Return hard routing as `route` does, in one kernel call."""
-        query, key = self.q_encoder, self.key_encoder
-        penalty = None if self.counts != "pair" else self.distant_keys(position).log1p().contiguous()
-        query_groups, key_groups = load_operators().route(
-            h, self.mean, self.scale, query.weight, query.bias, key.weight, key.bias, self.worth, self.worth_bias,
-            penalty, self.thresholds if self.counts != "head" else self.thresholds[:, :0], self.groups_per_head,
-        )  # fmt: skip
-        return Selection(query_groups=query_groups, key_groups=key_groups, max_groups=self.max_groups)
+        if h.device.type == "cpu":
+            query, key = self.q_encoder, self.key_encoder
+            position = torch.arange(h.shape[1]) - sequence.start
+            penalty = None if self.counts != "pair" else self.distant_keys(position).log1p().contiguous()
+            groups = cpu_sparse.load_operators().route(
+                h, self.mean, self.scale, query.weight, query.bias, key.weight, key.bias, self.worth, self.worth_bias,
+                penalty, self.thresholds if self.counts != "head" else self.thresholds[:, :0], self.groups_per_head,
+            )  # fmt: skip
+        else:
+            local = self.window + self.sinks
+            groups = gpu_sparse.route(h, self.encoder_weights(), sequence.start, local, self.counts == "pair")
+        return Selection(query_groups=groups[0], key_groups=groups[1], max_groups=self.max_groups)
+
+    def encoder_weights(self) -> gpu_sparse.EncoderWeights:
+        """Return the encoders with the standardization of tokens folded in, computed again when a tensor changes."""
+        tensors = [*self.parameters(), *self.buffers()]
+        state = ([(x.data_ptr(), x._version) for x in tensors], self.groups_per_head, self.counts)
+        if self.folded is None or self.folded[0] != state:
+            pair: list[Any] = [self.q_encoder, self.key_encoder]
+            encoders = torch.stack([x.weight for x in pair], 1) / self.scale  # (n, 2, K, E)
+            worth = self.worth / self.scale
+            k = torch.tensor(self.groups_per_head, device=worth.device)
+            is_limited = (k > 0) & (k < self.groups) & (self.counts != "head")
+            limits = self.thresholds.gather(1, (k - 1).clamp(0, self.groups - 2)[:, None])[:, 0]
+            weights = gpu_sparse.EncoderWeights(
+                weight=torch.cat([encoders.flatten(0, 2), worth]).T.contiguous(),
+                bias=torch.stack([x.bias for x in pair], 1) - encoders @ self.mean,
+                worth_bias=self.worth_bias - worth @ self.mean,
+                limits=torch.where(is_limited, limits, UNSET),
+                top_k=k.int(),
+            )
+            self.folded = (state, weights)
+        return self.folded[1]
 
     def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
         return replace(super().complete_args(args, selection), ste_slope=ste_slope(selection, self.gate_steepness))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.options import FitOptions, LocalOptions, option
-from focus_exp.attention.router import cast_chunks, disable_autocast
+from focus_exp.attention.router import disable_autocast, multiply_tokens
 from focus_exp.attention.selection import Selection, Sequence
 
 
@@ -48,8 +48,9 @@ class KeyGate(AttentionMethod, name="key_gate", options=LocalOptions):
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         with disable_autocast(h):
-            chunks = [self.scores((chunk - self.mean) / self.scale) for chunk in cast_chunks(h, self.mean.dtype)]
-        keys = (torch.cat(chunks, 1) > self.threshold).transpose(1, 2)[..., None]  # (B, n, T, 1)
+            weight = self.weight / self.scale
+            limit = self.threshold - self.bias + weight @ self.mean
+            keys = (multiply_tokens(h, weight.T) > limit).transpose(1, 2)[..., None]  # (B, n, T, 1)
         return Selection(query_groups=torch.ones_like(keys), key_groups=keys, max_groups=(1, 1))
 
     def kv_cache_unsupported_reason(self) -> None:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from focus_exp.attention.kernels import gpu_sparse
+
 T = TypeVar("T")
 
 CAST_ELEMENTS = 2**22
@@ -75,14 +77,21 @@ class Router(nn.Module):
     def project(self, h: Tensor) -> Tensor:
         """Project `(B, T, E)` into routing space `(B, T, R)`, to length 1 with `normalize`."""
         with disable_autocast(h):
-            chunks = [chunk @ self.projection for chunk in cast_chunks(h, self.projection.dtype)]
-            tokens = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
+            tokens = multiply_tokens(h, self.projection)
             return F.normalize(tokens, dim=-1) if self.normalize else tokens
 
     def compare(self, tokens: Tensor) -> Tensor:
         """Score projected tokens `(B, T, R)` against the centroids: `(B, T, K)`."""
         with disable_autocast(tokens):
             return tokens @ (F.normalize(self.centroids, dim=-1) if self.normalize else self.centroids).T
+
+
+def multiply_tokens(h: Tensor, weight: Tensor) -> Tensor:
+    """Multiply tokens `(B, T, E)` by `(E, R)` with the accuracy of the weight's precision."""
+    if weight.dtype == torch.float32 and gpu_sparse.can_multiply_halves(h):
+        return gpu_sparse.project(h, weight)
+    chunks = [chunk @ weight for chunk in cast_chunks(h, weight.dtype)]
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
 
 
 def cast_chunks(h: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

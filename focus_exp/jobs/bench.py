@@ -22,8 +22,8 @@ from focus_exp.training.precision import choose_device, has_native_bf16
 def bench(config: Config) -> None:
     """Time Focus against full attention on this device: one layer, forward and backward, prefill, decode.
 
-    bench.list=true lists the kernels that are available and why others are not. Triton's kernels and torch's flash
-    attention were checked and timed on an H200 (runs/records/gpu); FlashAttention 3, 4 and flash-attn have not run yet.
+    bench.list=true lists the kernels that are available and why others are not. Those of
+    Triton were checked and timed on an H200 (runs/records/gpu).
     """
     settings = config.bench
     if settings.list:

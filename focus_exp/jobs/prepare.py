@@ -141,5 +141,4 @@ def check_backend(model: PreTrainedModel, backend: str) -> None:
 
 
 def requirements(model: PreTrainedModel, dtype: torch.dtype) -> KernelRequirements:
-    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return KernelRequirements(model.device.type, dtype, model_shape(model).head_dim, softcap)
+    return KernelRequirements(model.device.type, dtype, model_shape(model).head_dim)

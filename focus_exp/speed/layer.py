@@ -16,8 +16,6 @@ from torch import Tensor
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import Backend
-from focus_exp.attention.kernels.fused import Triton
-from focus_exp.attention.kernels.layout import Plan
 from focus_exp.attention.kv_cache import GroupedCache
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
@@ -114,14 +112,6 @@ class BenchmarkCase:
     def attend(self, tensors: Tensors, selection: Selection) -> Tensor:
         return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, self.layer.args)
 
-    def prepare_kernels(self, tensors: Tensors) -> Work:
-        """Return the attention kernels alone; those of Triton with their lists made."""
-        window, sinks, args = self.layer.window, self.layer.sinks, self.layer.args
-        if isinstance(self.kernel, Triton):
-            plan = Plan.of(self.selection, self.sequence, window, sinks)
-            return partial(self.kernel.run_kernels, tensors.q, tensors.k, tensors.v, plan, args)
-        return partial(self.attend, tensors, self.selection)
-
     def compare(self, clock: str, full: dict[str, Any], ours: dict[str, Any], **settings: Any) -> list[Measurement]:
         """Return the measurements of one clock from the numbers of both sides."""
         length = self.sequence.start.shape[1]
@@ -141,7 +131,7 @@ def time_attention(layer: Layer, length: int, groupings: list[Groups]) -> Iterat
         works = {"full": full}
         for number, case in enumerate(cases):
             works[f"{number} attention"] = partial(case.run, tensors)
-            works[f"{number} kernels"] = case.prepare_kernels(tensors)
+            works[f"{number} kernels"] = partial(case.attend, tensors, case.selection)
         repeats = layer.limit_repeats(time_once(full, layer.device))
         seconds = time_in_turns(works, repeats, layer.device)
         peaks = measure_peaks(layer, length, groupings, name, backward=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
+import torch.nn.attention as torch_attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,13 +18,13 @@ from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import repeat_kv
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import cpu_sparse
-from focus_exp.attention.kernels.cuda import PACKAGES, activate, flash_attn
-from focus_exp.attention.kernels.fused import import_error
+from focus_exp.attention.kernels.gpu_sparse import import_error
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, count_unpadded_pairs, select
 from focus_exp.speed.timing import Work, time_in_turns, time_once
 
 FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 SLOWEST = "sdpa-math"
+PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # that torch's flash operation can run
 LONG = 2.0  # seconds: a longer first call is not dominated by loading the kernel
 Method = TypeVar("Method", bound=AttentionMethod)
 
@@ -192,7 +194,16 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
         if not import_error(package)
     }
     works |= {"sdpa-efficient": efficient, SLOWEST: fused(SDPBackend.MATH)}
-    package = flash_attn()
-    if package is not None:
+    if not import_error("flash_attn.flash_attn_interface"):
+        package = importlib.import_module("flash_attn.flash_attn_interface")
         works["flash-attn"] = lambda: package.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
     return works
+
+
+def activate(impl: str | None) -> None:
+    """Set what torch's flash operation runs in this process."""
+    current = getattr(torch_attention, "current_flash_attention_impl", lambda: None)()
+    if impl is not None and current != impl:
+        torch_attention.activate_flash_attention_impl(impl)
+    elif impl is None and current is not None:
+        torch_attention.restore_flash_attention_impl()

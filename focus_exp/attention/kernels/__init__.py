@@ -2,21 +2,14 @@
 
 from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, KernelRequirements
 from focus_exp.attention.kernels.cpu_sparse import CpuSparse
-from focus_exp.attention.kernels.cuda import FlashAttn, TorchFlash
-from focus_exp.attention.kernels.fused import Triton
+from focus_exp.attention.kernels.gpu_sparse import Triton
 
 __all__ = [
     "KERNELS", "Backend", "BackendUnsupported", "KernelRequirements", "select_backends", "unsupported_reasons",
 ]  # fmt: skip
 
 # in the order of preference
-KERNELS: dict[str, Backend] = {
-    kernel.name: kernel
-    for kernel in (
-        *(Triton(), FlashAttn(), TorchFlash("torch-flash"), TorchFlash("torch-fa3", "FA3")),
-        *(TorchFlash("torch-fa4", "FA4"), CpuSparse()),
-    )
-}
+KERNELS: dict[str, Backend] = {kernel.name: kernel for kernel in (Triton(), CpuSparse())}
 
 
 def unsupported_reasons(requirements: KernelRequirements) -> dict[str, str | None]:

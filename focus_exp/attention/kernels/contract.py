@@ -18,8 +18,6 @@ class KernelRequirements:
     device: str
     dtype: torch.dtype
     head_dim: int
-    softcap: bool = False
-    one_group: bool = True  # every token is in one group only
     groups: int = 1
 
 

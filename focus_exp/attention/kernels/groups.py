@@ -1,7 +1,10 @@
-"""Triton kernel B: attend from every query to the distant keys of its groups, by the lists of `layout`.
+"""Triton kernels of the distant pairs: queries of a group against the keys of the group, by the lists of `layout`.
 
-Rows are tokens of the flattened batch (n = B * T), loaded through the lists, so nothing is gathered in memory. A query
-reads one range of its group's list of keys; where a block is in the range of all queries of a tile, it needs no mask.
+A tile has BM rows: queries of one group times the HG query heads that share its keys, so that keys are read once for
+all of them. Keys of a group are contiguous and in the order of time; what all rows see is computed without a mask.
+Every membership of a query has a partial result of its own, (B, G, span, R, HG, ...), which the kernels of the window
+merge; `span` is the number of tokens that the partial results have room for. Programs take tile after
+tile, so their number does not depend on the data.
 """
 
 from __future__ import annotations
@@ -9,162 +12,204 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from focus_exp.attention.kernels.layout import CHUNK
 from focus_exp.attention.kernels.tiles import attend, load, score_grad, store
-from focus_exp.attention.kernels.tuning import autotune
+from focus_exp.attention.kernels.tuning import jit
 
 LN2 = tl.constexpr(0.6931471805599453)
+C = tl.constexpr(CHUNK)
 
 
 @triton.jit
-def key_ranges(first, stop, index, n, SHARED: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the ranges [a, b) at `index`; return also the start, end of unmasked blocks and end of their union."""
-    inside = index < n
-    a, b = tl.load(first + index, inside, 2147483647), tl.load(stop + index, inside, 0)
-    low = tl.min(tl.where(a < b, a, 2147483647))
-    high = tl.max(tl.where(a < b, b, 0))
-    unmasked = tl.min(tl.where(inside, b, 2147483647)) - low
-    is_uniform = tl.max(tl.where(inside, a, 0)) <= low
-    if SHARED:
-        is_uniform = False
-    middle = tl.where(is_uniform & (unmasked > 0), low + unmasked // BLOCK * BLOCK, low)
-    return a, b, low, tl.minimum(middle, high), high
+def pick(values, index, BK: tl.constexpr):
+    """Return one of BK values."""
+    return tl.sum(tl.where(tl.arange(0, BK) == index, values, 0), 0)
 
 
-@autotune("forward", restore=("out", "lse"))
 @triton.jit
+def load_entries(entries, visible, index, live, per_query):
+    """Load entries of a list: entry, token and number of visible keys."""
+    entry = tl.load(entries + index, live, 0)
+    return entry, entry // per_query, tl.load(visible + index, live, 0)
+
+
+@triton.jit
+def lower_bits(bits, group):
+    """Keep the bits of the groups below `group`."""
+    return bits & ((tl.full((), 1, tl.int64) << group.to(tl.int64)) - 1)
+
+
+@jit
 def groups_forward(
-    q, k, v, out, lse, queries, first, stop, keys, lower, bits,
-    n, slots, scale, cap, q_row, q_head, k_row, k_head, v_row, v_head, heads,
-    HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
+    q, sorted_k, sorted_v, partial, partial_lse, entries, visible, ahead, query_bits, key_bits,
+    length, chunks, first, last, span, lists, per_query, per_key, scale, cap, q_row, q_head,
+    BK: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update (out, lse) with the groups; grid (tiles of `queries`, heads)."""
-    h = tl.program_id(1)
-    index = tl.program_id(0) * BM + tl.arange(0, BM)
-    a, b, low, middle, high = key_ranges(first, stop, index, n, SHARED, BN)
-    if low < high:
-        inside = index < n
-        row = tl.load(queries + index, inside, 0).to(tl.int64)
-        x = load(q, row, q_row, h * q_head, inside, D, BD)
-        m = tl.load(lse + h * n + row, inside, float("-inf")) / LN2
-        mass = tl.where(m == float("-inf"), 0.0, 1.0)
-        acc = load(out, row, heads * D, h * D, inside, D, BD).to(tl.float32)
-        kh, vh = (h // HG) * k_head, (h // HG) * v_head
-        lower_bits = row
+    """Write partial outputs and log2-sum-exps of queries in chunks [first, last); grid (programs, G, B)."""
+    g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    groups = tl.num_programs(1)
+    rows, row, head = tl.num_programs(2) * lists, b * lists + g * lists // groups, b * groups + g
+    column = tl.arange(0, BK)
+    ahead_q, ahead_k = ahead + row * (chunks + 1) * BK + column, ahead + (rows + row) * (chunks + 1) * BK + column
+    begins, ends, key_begins = tl.load(ahead_q + first * BK), tl.load(ahead_q + last * BK), tl.load(ahead_k)
+    tiles = ((ends - begins) * HG + BM - 1) // BM
+    first_tiles = tl.cumsum(tiles, 0) - tiles
+    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        group = tl.sum((first_tiles <= tile).to(tl.int32), 0) - 1  # a group without tiles begins where the next does
+        r = (tile - pick(first_tiles, group, BK)) * BM + tl.arange(0, BM)
+        index = pick(begins, group, BK) + r // HG
+        live = index < pick(ends, group, BK)
+        entry, i, sees = load_entries(entries, visible, row * length * per_query + index, live, per_query)
+        x = load(q, b * length + i, q_row, (g * HG + r % HG)[:, None] * q_head, live, D, BD)
+        lower = i.to(tl.int64)
         if SHARED:
-            lower_bits = tl.load(lower + index, inside, 0)
-        for begin in range(low, middle, BN):
-            token = tl.load(keys + begin + tl.arange(0, BN)).to(tl.int64) // slots
-            live = token >= 0
-            y, w = load(k, token, k_row, kh, live, D, BD), load(v, token, v_row, vh, live, D, BD)
-            m, mass, acc = attend(x, y, w, True, m, mass, acc, scale, cap, False, SOFTCAP, PRECISION)
-        for begin in range(middle, high, BN):
+            lower = lower_bits(tl.load(query_bits + row * length + i, live, 0), group)
+        high = tl.max(sees, 0)
+        whole = tl.minimum(tl.min(tl.where(live, sees, 2147483647), 0), high) // BN * BN
+        if SHARED:
+            whole = 0
+        key_begin = pick(key_begins, group, BK)
+        at = head * length * per_key + key_begin
+        m = tl.full((BM,), float("-inf"), tl.float32)
+        mass = tl.zeros((BM,), tl.float32)
+        acc = tl.zeros((BM, BD), tl.float32)
+        for begin in range(0, whole, BN):
             j = begin + tl.arange(0, BN)
-            token = tl.load(keys + j, j < high, 0).to(tl.int64) // slots
-            y, w = load(k, token, k_row, kh, j < high, D, BD), load(v, token, v_row, vh, j < high, D, BD)
-            keep = (j[None] >= a[:, None]) & (j[None] < b[:, None])
+            y, w = load(sorted_k, at + j, D, 0, j >= 0, D, BD), load(sorted_v, at + j, D, 0, j >= 0, D, BD)
+            m, mass, acc = attend(x, y, w, True, m, mass, acc, scale, cap, False, SOFTCAP, PRECISION)
+        for begin in range(whole, high, BN):
+            j = begin + tl.arange(0, BN)
+            y, w = load(sorted_k, at + j, D, 0, j < high, D, BD), load(sorted_v, at + j, D, 0, j < high, D, BD)
+            keep = j[None] < sees[:, None]
             if SHARED:  # counted in the first group that both are in
-                keep &= (lower_bits[:, None] & tl.load(bits + token)[None]) == 0
+                bits = tl.load(key_bits + row * length * per_key + key_begin + j, j < high, 0)
+                keep &= (lower[:, None] & bits[None]) == 0
             m, mass, acc = attend(x, y, w, keep, m, mass, acc, scale, cap, True, SOFTCAP, PRECISION)
-        store(out, row, heads * D, h * D, inside, acc / tl.where(mass > 0, mass, 1.0)[:, None], D, BD)
-        tl.store(lse + h * n + row, (m + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, inside)
+        to = (head * span * per_query + entry - first * C * per_query) * HG + r % HG
+        some = tl.where(mass > 0, mass, 1.0)
+        store(partial, to, D, 0, live, acc / some[:, None], D, BD)
+        tl.store(partial_lse + to, m + tl.log2(some), live)
 
 
-@autotune("backward", restore=("dq", "dgate"))
-@triton.jit
+@jit
 def groups_backward_queries(
-    q, k, v, dout, lse, delta, dq, dgate, gate, queries, first, stop, keys, lower, bits,
-    n, slots, scale, cap, unit, slope, q_row, q_head, k_row, k_head, v_row, v_head, heads,
-    HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
+    q, sorted_k, sorted_v, dout, lse, delta, partial, partial_gate, gate, entries, visible, ahead, query_bits,
+    key_bits, keys, n, length, chunks, first, last, span, lists, per_query, per_key, gate_heads,
+    scale, cap, q_row, q_head, heads,
+    K: tl.constexpr, BK: tl.constexpr, HG: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, SHARED: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dQ (n, H, D) and with GATED to `dgate` (n, G, K): sum_j dS_ij h_j; grid (tiles of `queries`, G)."""
-    g = tl.program_id(1)
-    index = tl.program_id(0) * BM + tl.arange(0, BM)
-    a, b, low, _middle, high = key_ranges(first, stop, index, n, True, BN)
-    if low < high:
-        inside = index < n
-        row = tl.load(queries + index, inside, 0).to(tl.int64)
-        lower_bits = row
-        if SHARED:
-            lower_bits = tl.load(lower + index, inside, 0)
-        dg_acc = tl.zeros((BM, BK), tl.float32)
-        for head in range(HG):
-            h = g * HG + head
-            x, u = load(q, row, q_row, h * q_head, inside, D, BD), load(dout, row, heads * D, h * D, inside, D, BD)
-            lse_q = tl.load(lse + h * n + row, inside, float("inf"))[:, None] / LN2
-            delta_q = tl.load(delta + h * n + row, inside, 0.0)[:, None]
-            dq_acc = tl.zeros((BM, BD), tl.float32)
-            for begin in range(low, high, BN):
-                j = begin + tl.arange(0, BN)
-                live = j < high
-                token = tl.load(keys + j, live, 0).to(tl.int64) // slots
-                y, w = load(k, token, k_row, g * k_head, live, D, BD), load(v, token, v_row, g * v_head, live, D, BD)
-                keep = (j[None] >= a[:, None]) & (j[None] < b[:, None])
-                if SHARED:
-                    keep &= (lower_bits[:, None] & tl.load(bits + token)[None]) == 0
-                _p, ds = score_grad(x, y, u, w, keep, lse_q, delta_q, scale, cap, True, SOFTCAP, PRECISION)
-                dq_acc += tl.dot(ds.to(y.dtype), y, input_precision=PRECISION)
-                if GATED:
-                    dg_acc += tl.dot(ds, load(gate, token, K, 0, live, K, BK), input_precision=PRECISION)
-            dq_acc = load(dq, row, heads * D, h * D, inside, D, BD) + dq_acc * unit
-            store(dq, row, heads * D, h * D, inside, dq_acc, D, BD)
-        if GATED:
-            groups = heads // HG
-            dg_acc = load(dgate, row, groups * K, g * K, inside, K, BK) + dg_acc * slope
-            store(dgate, row, groups * K, g * K, inside, dg_acc, K, BK)
+    """Write partial dQ / scaling, and with GATED partial sum_j dS_ij h_j (..., K); grid of the forward.
 
-
-@autotune("backward", restore=("dk", "dv"))
-@triton.jit
-def groups_backward_keys(
-    q, k, v, dout, lse, delta, dk, dv, dgate, gate, queries, first, stop, keys, lower, bits,
-    n, slots, ranks, scale, cap, unit, slope, q_row, q_head, k_row, k_head, v_row, v_head, heads,
-    HG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, LONG: tl.constexpr,
-):  # fmt: skip
-    """Add to dK, dV (n * slots, G, D) and to `dgate` (n * slots, G, K): sum_i dS_ij g_i; grid (key tiles, G).
-
-    `first` and `stop` (ranks, n * slots) are the ranges of `queries` (ranks, n) that read each key.
+    Args:
+        gate: (B, gate_heads, T, K), h of keys; gate_heads is 1 or G.
     """
-    g, groups = tl.program_id(1), heads // HG
-    index = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = index < n * slots
-    slot = tl.load(keys + index, inside, 0).to(tl.int64)
-    token = slot // slots
-    y, w = load(k, token, k_row, g * k_head, inside, D, BD), load(v, token, v_row, g * v_head, inside, D, BD)
-    key_bits = token
-    if SHARED:
-        key_bits = tl.load(bits + token, inside, 0)
-    dk_acc = tl.zeros((BN, BD), tl.float32)
-    dv_acc = tl.zeros((BN, BD), tl.float32)
-    dg_acc = tl.zeros((BN, BK), tl.float32)
-    for rank in range(ranks):
-        a, b, low, _middle, high = key_ranges(
-            first + rank * n * slots, stop + rank * n * slots, index, n * slots, True, BM
-        )
-        for head in range(HG):
-            h = g * HG + head
-            for begin in range(low, high, BM):
-                i = begin + tl.arange(0, BM)
-                live = i < high
-                row = tl.load(queries + rank * n + i, live, 0).to(tl.int64)
-                x, u = load(q, row, q_row, h * q_head, live, D, BD), load(dout, row, heads * D, h * D, live, D, BD)
-                lse_q = tl.load(lse + h * n + row, live, float("inf"))[None] / LN2
-                delta_q = tl.load(delta + h * n + row, live, 0.0)[None]
-                keep = (i[None] >= a[:, None]) & (i[None] < b[:, None])
-                if SHARED:
-                    keep &= (key_bits[:, None] & tl.load(lower + rank * n + i, live, 0)[None]) == 0
-                p, ds = score_grad(y, x, w, u, keep, lse_q, delta_q, scale, cap, True, SOFTCAP, PRECISION)
-                dv_acc += tl.dot(p.to(u.dtype), u, input_precision=PRECISION)
-                dk_acc += tl.dot(ds.to(x.dtype), x, input_precision=PRECISION)
-                if GATED:
-                    dg_acc += tl.dot(ds, load(gate, row, K, 0, live, K, BK), input_precision=PRECISION)
-    dk_acc = load(dk, slot, groups * D, g * D, inside, D, BD) + dk_acc * unit
-    dv_acc += load(dv, slot, groups * D, g * D, inside, D, BD)
-    store(dk, slot, groups * D, g * D, inside, dk_acc, D, BD)
-    store(dv, slot, groups * D, g * D, inside, dv_acc, D, BD)
-    if GATED:
-        store(dgate, slot, groups * K, g * K, inside, dg_acc * slope, K, BK)
+    g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    groups = tl.num_programs(1)
+    rows, row, head = tl.num_programs(2) * lists, b * lists + g * lists // groups, b * groups + g
+    gate += (b * gate_heads + g * gate_heads // groups) * length * K
+    column = tl.arange(0, BK)
+    ahead_q, ahead_k = ahead + row * (chunks + 1) * BK + column, ahead + (rows + row) * (chunks + 1) * BK + column
+    begins, ends, key_begins = tl.load(ahead_q + first * BK), tl.load(ahead_q + last * BK), tl.load(ahead_k)
+    tiles = ((ends - begins) * HG + BM - 1) // BM
+    first_tiles = tl.cumsum(tiles, 0) - tiles
+    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        group = tl.sum((first_tiles <= tile).to(tl.int32), 0) - 1
+        r = (tile - pick(first_tiles, group, BK)) * BM + tl.arange(0, BM)
+        index = pick(begins, group, BK) + r // HG
+        live = index < pick(ends, group, BK)
+        entry, i, sees = load_entries(entries, visible, row * length * per_query + index, live, per_query)
+        h, token = g * HG + r % HG, b * length + i
+        x = load(q, token, q_row, h[:, None] * q_head, live, D, BD)
+        u = load(dout, token, heads * D, h[:, None] * D, live, D, BD)
+        lse_q = tl.load(lse + h * n + token, live, float("inf"))[:, None] / LN2
+        delta_q = tl.load(delta + h * n + token, live, 0.0)[:, None]
+        lower = i.to(tl.int64)
+        if SHARED:
+            lower = lower_bits(tl.load(query_bits + row * length + i, live, 0), group)
+        high, key_begin = tl.max(sees, 0), pick(key_begins, group, BK)
+        at, listed = head * length * per_key + key_begin, row * length * per_key + key_begin
+        dq_acc = tl.zeros((BM, BD), tl.float32)
+        dg_acc = tl.zeros((BM, BK), tl.float32)
+        for begin in range(0, high, BN):
+            j = begin + tl.arange(0, BN)
+            y, w = load(sorted_k, at + j, D, 0, j < high, D, BD), load(sorted_v, at + j, D, 0, j < high, D, BD)
+            keep = j[None] < sees[:, None]
+            if SHARED:
+                keep &= (lower[:, None] & tl.load(key_bits + listed + j, j < high, 0)[None]) == 0
+            _p, ds = score_grad(x, y, u, w, keep, lse_q, delta_q, scale, cap, True, SOFTCAP, PRECISION)
+            dq_acc += tl.dot(ds.to(y.dtype), y, input_precision=PRECISION)
+            if GATED:
+                key = tl.load(keys + listed + j, j < high, 0)
+                dg_acc += tl.dot(ds, load(gate, key, K, 0, j < high, K, BK), input_precision=PRECISION)
+        to = (head * span * per_query + entry - first * C * per_query) * HG + r % HG
+        store(partial, to, D, 0, live, dq_acc, D, BD)
+        if GATED:
+            store(partial_gate, to, K, 0, live, dg_acc, K, BK)
+
+
+@jit
+def groups_backward_keys(
+    q, sorted_k, sorted_v, dout, lse, delta, sorted_dk, sorted_dv, sorted_gate, gate, entries, visible, ahead,
+    query_bits, key_bits, keys, n, length, chunks, window, lists, per_query, per_key, gate_heads,
+    scale, cap, q_row, q_head, heads,
+    K: tl.constexpr, BK: tl.constexpr, HG: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, SHARED: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dK / scaling and dV in the order of the sorted keys, and with GATED sum_i dS_ij g_i; grid of the forward.
+
+    Args:
+        gate: (B, gate_heads, T, K), g of queries.
+    """
+    g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    groups = tl.num_programs(1)
+    rows, row, head = tl.num_programs(2) * lists, b * lists + g * lists // groups, b * groups + g
+    gate += (b * gate_heads + g * gate_heads // groups) * length * K
+    column = tl.arange(0, BK)
+    ahead_q, ahead_k = ahead + row * (chunks + 1) * BK, ahead + (rows + row) * (chunks + 1) * BK + column
+    key_begins, key_ends = tl.load(ahead_k), tl.load(ahead_k + chunks * BK)
+    tiles = (key_ends - key_begins + BN - 1) // BN
+    first_tiles = tl.cumsum(tiles, 0) - tiles
+    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        group = tl.sum((first_tiles <= tile).to(tl.int32), 0) - 1
+        j = (tile - pick(first_tiles, group, BK)) * BN + tl.arange(0, BN)
+        slot = pick(key_begins, group, BK) + j
+        inside = slot < pick(key_ends, group, BK)
+        y = load(sorted_k, head * length * per_key + slot, D, 0, inside, D, BD)
+        w = load(sorted_v, head * length * per_key + slot, D, 0, inside, D, BD)
+        bits = slot.to(tl.int64)
+        if SHARED:
+            bits = tl.load(key_bits + row * length * per_key + slot, inside, 0)
+        earliest = tl.min(tl.load(keys + row * length * per_key + slot, inside, 2147483647), 0)
+        chunk = tl.minimum((earliest + window + 1) // C, chunks)
+        from_query, to_query = tl.load(ahead_q + chunk * BK + group), tl.load(ahead_q + chunks * BK + group)
+        dk_acc = tl.zeros((BN, BD), tl.float32)
+        dv_acc = tl.zeros((BN, BD), tl.float32)
+        dg_acc = tl.zeros((BN, BK), tl.float32)
+        for begin in range(0, (to_query - from_query) * HG, BM):
+            r = begin + tl.arange(0, BM)
+            index = from_query + r // HG
+            live = index < to_query
+            _entry, i, sees = load_entries(entries, visible, row * length * per_query + index, live, per_query)
+            h, token = g * HG + r % HG, b * length + i
+            x = load(q, token, q_row, h[:, None] * q_head, live, D, BD)
+            u = load(dout, token, heads * D, h[:, None] * D, live, D, BD)
+            lse_q = tl.load(lse + h * n + token, live, float("inf"))[None] / LN2
+            delta_q = tl.load(delta + h * n + token, live, 0.0)[None]
+            keep = (j[:, None] < sees[None]) & inside[:, None]
+            if SHARED:
+                lower = lower_bits(tl.load(query_bits + row * length + i, live, 0), group)
+                keep &= (bits[:, None] & lower[None]) == 0
+            p, ds = score_grad(y, x, w, u, keep, lse_q, delta_q, scale, cap, True, SOFTCAP, PRECISION)
+            dv_acc += tl.dot(p.to(u.dtype), u, input_precision=PRECISION)
+            dk_acc += tl.dot(ds.to(x.dtype), x, input_precision=PRECISION)
+            if GATED:
+                dg_acc += tl.dot(ds, load(gate, i, K, 0, live, K, BK), input_precision=PRECISION)
+        to = head * length * per_key + slot
+        store(sorted_dk, to, D, 0, inside, dk_acc, D, BD)
+        store(sorted_dv, to, D, 0, inside, dv_acc, D, BD)
+        if GATED:
+            store(sorted_gate, to, K, 0, inside, dg_acc, K, BK)

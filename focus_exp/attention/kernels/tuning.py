@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels: tuned on a GPU, one small set in the interpreter."""
+"""Block sizes of the Triton kernels: chosen by the bytes of a row, so that nothing depends on a timing."""
 
 from __future__ import annotations
 
@@ -7,22 +7,46 @@ from collections.abc import Callable
 from typing import Any
 
 import triton
+from triton.runtime.errors import OutOfResources
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SIZES = {
-    "forward": [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
-    "backward": [(64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)],
-}  # queries and keys of a tile, warps, stages
-KEY = {"LONG", "D", "HG", "SOFTCAP", "SHARED", "GATED", "OTHERS", "PRECISION"}
+SMALL = [(64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]  # where a GPU has less shared memory
+# queries and keys of a tile, warps and stages, by kernel and by bytes of a row up to which they serve
+BLOCKS: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {
+    "groups_forward": {128: [(128, 64, 4, 3)], 256: [(128, 64, 8, 3)], 512: [(64, 64, 4, 2)], 1024: []},
+    "window_forward": {128: [(64, 64, 4, 3)], 256: [(64, 64, 4, 3)], 512: [(64, 64, 4, 2)], 1024: []},
+    "backward": {128: [(64, 64, 4, 2)], 256: [(64, 64, 8, 2)], 512: [(32, 32, 4, 2)], 1024: []},
+}
+NUMBERS = frozenset(
+    ("n", "length", "chunks", "chunk", "first", "last", "span", "lists", "per_query", "per_key", "window", "sinks",
+     "heads", "gate_heads", "local")
+)  # arguments whose values, 1 and multiples of 16 included, do not change a kernel  # fmt: skip
+_fitting: dict[tuple[str, int], int] = {}
 
 
-def autotune(which: str, restore: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """Decorate a kernel with autotuning; `restore` names the arguments that it updates in place."""
-    sizes = [(32, 16, 1, 1)] if INTERPRETED else SIZES[which]
-    configs = [triton.Config({"BM": m, "BN": n}, num_warps=warps, num_stages=stages) for m, n, warps, stages in sizes]
+def jit(function: Any) -> Any:
+    """Compile a kernel once for all numbers of tokens, groups and heads."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in names if name in NUMBERS])
 
-    def decorate(kernel: Any) -> Any:
-        key = [name for name in kernel.arg_names if name in KEY]
-        return triton.autotune(configs, key=key, restore_value=list(restore))(kernel)
 
-    return decorate
+def launch(kernel: Any, grid: Callable[[int, int], tuple[int, ...]], *args: Any, **settings: Any) -> None:
+    """Launch a kernel with the first block sizes that fit the device.
+
+    Args:
+        grid: returns the grid for blocks of so many queries and keys.
+    """
+    row = settings["BD"] * args[0].element_size()
+    name = kernel.__name__ if kernel.__name__ in BLOCKS else "backward"
+    sizes = BLOCKS[name][next(most for most in BLOCKS[name] if row <= most)] + SMALL
+    if INTERPRETED:
+        sizes = [(32, 16, 1, 1)]
+    for index in range(_fitting.get((name, row), 0), len(sizes)):
+        queries, keys, warps, stages = sizes[index]
+        try:
+            kernel[grid(queries, keys)](*args, BM=queries, BN=keys, num_warps=warps, num_stages=stages, **settings)
+            return
+        except OutOfResources:
+            if index == len(sizes) - 1:
+                raise
+            _fitting[name, row] = index + 1

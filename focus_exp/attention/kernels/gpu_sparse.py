@@ -1,0 +1,497 @@
+"""Hard-routed causal attention on a GPU by five launches of Triton kernels.
+
+Count, scan and place sort tokens by group (`layout`); queries of a group attend to its keys (`groups`); the window
+and the sinks are added and all is merged (`window`). The distant pairs that are computed are those that each query
+selected, up to the ends of tiles. Routing by two encoders is a matrix product and one launch more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, KernelRequirements
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_SHARED_GROUPS = 63  # bits of a word
+PARTIAL_BYTES = 2**30  # room for partial results; longer sequences are computed in several spans of queries
+SPAN = 128  # tokens that a span is a multiple of
+SCAN_BLOCK = 64  # chunks
+SINK_CHUNK = 2048  # queries per program of the sinks' gradients
+PROGRAMS = 8  # per multiprocessor, over all sequences and heads: several run at a time, and loads differ
+
+
+class Triton(Backend):
+    """Support every selection of hard routing at head sizes up to 256, with gradients, the router's included."""
+
+    name = "triton"
+
+    def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
+        if requirements.device != "cuda":
+            return f"runs on CUDA, the tensors are on {requirements.device}"
+        if requirements.dtype not in DTYPES:
+            return f"does not take {str(requirements.dtype).removeprefix('torch.')}"
+        if requirements.head_dim > MAX_HEAD_DIM:
+            return f"takes head sizes up to {MAX_HEAD_DIM}, not {requirements.head_dim}"
+        return unavailable_reason()
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
+    ) -> Tensor:
+        if v.shape[-1] != q.shape[-1]:
+            raise BackendUnsupported(
+                f"backend={self.name} must have values of head size {q.shape[-1]} (got {v.shape[-1]}). "
+                "Use backend=masked."
+            )
+        setup = Setup.of(selection, sequence, args, k.shape[1])
+        gates: list[Tensor | None] = [None, None]
+        if args.ste_slope and selection.assignment is not None:
+            pair = (selection.assignment, selection.effective_key_assignment)
+            gates = [x if x.ndim == 4 else x[:, None] for x in pair]
+        logits = None if args.sink_logits is None else args.sink_logits.float().expand(len(q), q.shape[1])
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        flat = [x if x.stride(-1) == 1 else x.contiguous() for x in flat]
+        out: Tensor = Attention.apply(*flat, *gates, logits, setup, replace(args, sink_logits=None))
+        return out.unflatten(0, (len(q), -1)).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Hold the memberships `(B, N, T, K)` uint8 of queries and keys, N = 1 or G, and what describes the sequences."""
+
+    query_groups: Tensor
+    key_groups: Tensor
+    begins: Tensor  # (B,) int32, where the sequences begin
+    valid: Tensor | None  # (B, T) uint8
+    max_groups: tuple[int, int]
+    window: int
+    sinks: int
+
+    @property
+    def valid_or_placeholder(self) -> Tensor:
+        return self.begins if self.valid is None else self.valid
+
+    @staticmethod
+    def of(selection: Selection, sequence: Sequence, args: AttentionArgs, kv_heads: int) -> Setup:
+        """Describe a selection.
+
+        Raises:
+            BackendUnsupported: tokens share several of more groups than there are bits, or heads do not fit.
+        """
+        assert selection.query_groups is not None and selection.key_groups is not None
+        members = [x if x.ndim == 4 else x[:, None] for x in (selection.query_groups, selection.key_groups)]
+        lists, groups = max(x.shape[1] for x in members), members[0].shape[-1]
+        if lists not in (1, kv_heads):
+            raise BackendUnsupported(
+                f"backend=triton must have groups for each key/value head or for all (got {lists} for {kv_heads} heads)"
+                ". Use backend=masked."
+            )
+        max_groups = (1, 1) if selection.group is not None else (selection.max_groups or (groups, groups))
+        if groups > MAX_SHARED_GROUPS and min(max_groups) > 1:
+            raise BackendUnsupported(
+                f"attention.groups must be <= {MAX_SHARED_GROUPS} where keys are in several groups (got {groups}). "
+                "Use backend=masked."
+            )
+        valid, start = sequence.valid, sequence.start
+        begins = (start if valid is None else start.masked_fill(~valid, start.shape[1])).amin(1).int()
+        queries, keys = (x.expand(-1, lists, -1, -1).contiguous().view(torch.uint8) for x in members)
+        valid = None if valid is None else valid.to(torch.uint8).contiguous()
+        return Setup(queries, keys, begins, valid, max_groups, args.window, args.sinks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hold the lists that `layout` describes, keys and values in the order of their list, and spans of queries."""
+
+    setup: Setup
+    ahead: Tensor
+    entries: Tensor
+    visible: Tensor
+    memberships: Tensor
+    keys: Tensor
+    slots: Tensor
+    query_bits: Tensor
+    key_bits: Tensor
+    sorted_k: Tensor
+    sorted_v: Tensor
+
+    @staticmethod
+    def of(setup: Setup, k: Tensor, v: Tensor) -> Layout:
+        """Sort keys and values `(n, G, D)`."""
+        batch, lists, length, groups = setup.key_groups.shape
+        (r, s), heads, size, device = setup.max_groups, k.shape[1], k.shape[2], k.device
+        chunks, rows, width = -(-length // kernels().CHUNK), batch * lists, block_of(groups)
+
+        def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        counts, ahead = new(2, rows, chunks, width), new(2, rows, chunks + 1, width)
+        common = {"K": groups, "BK": width, "C": kernels().CHUNK, "VALID": setup.valid is not None}
+        described = (setup.query_groups, setup.key_groups, setup.begins, setup.valid_or_placeholder)
+        kernels().count_members[(chunks, rows)](*described, counts, length, chunks, setup.sinks, lists, **common)
+        kernels().scan_counts[(2 * rows,)](counts, ahead, chunks, BK=width, BC=SCAN_BLOCK)
+        is_shared = min(r, s) > 1
+        bits = [new(rows, length * n if is_shared else 1, dtype=torch.int64) for n in (1, s)]
+        made = Layout(
+            setup, ahead, entries=new(rows, length * r), visible=new(rows, length * r), memberships=new(rows, length),
+            keys=new(rows, length * s), slots=new(rows, length, s), query_bits=bits[0], key_bits=bits[1],
+            sorted_k=new(batch, heads, length * s, size, dtype=k.dtype),
+            sorted_v=new(batch, heads, length * s, size, dtype=v.dtype),
+        )  # fmt: skip
+        kernels().place_tokens[(chunks, heads, batch)](
+            k, v, made.sorted_k, made.sorted_v, *described, ahead, made.entries, made.visible, made.memberships,
+            made.keys, made.slots, *bits, length, chunks, r, s, setup.window, setup.sinks, lists,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            D=size, BD=block_of(size), SHARED=is_shared, **common,
+        )  # fmt: skip
+        return made
+
+    @property
+    def is_shared(self) -> bool:
+        return min(self.setup.max_groups) > 1
+
+    def spans(self, bytes_per_result: int) -> tuple[int, list[int]]:
+        """Return the tokens of a span and where spans begin, for partial results of all heads of this size."""
+        length = self.setup.key_groups.shape[2]
+        per_token = len(self.setup.key_groups) * self.setup.max_groups[0] * bytes_per_result
+        span = min(max(PARTIAL_BYTES // per_token // SPAN, 1) * SPAN, -(-length // SPAN) * SPAN)
+        return span, list(range(0, length, span))
+
+    def new_partial(self, span: int, heads: int, *size: int, dtype: torch.dtype) -> Tensor:
+        """Return room for the results of each membership of `span` queries: `(B, G, span, R, HG, *size)`."""
+        batch, groups = self.sorted_k.shape[:2]
+        shape = (batch, groups, span, self.setup.max_groups[0], heads // groups, *size)
+        return torch.empty(shape, dtype=dtype, device=self.sorted_k.device)
+
+
+class Attention(torch.autograd.Function):
+    """Backward from out and lse of complete rows, so that the gradients of window and groups add up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, asks: Tensor | None, answers: Tensor | None,
+        sink_logits: Tensor | None, setup: Setup, args: AttentionArgs,
+    ) -> Tensor:  # fmt: skip
+        layout = Layout.of(setup, k, v)
+        logits = None if sink_logits is None else sink_logits.contiguous()
+        out, lse = attend(q, k, v, logits, layout, args)
+        ctx.save_for_backward(q, k, v, asks, answers, logits, out, lse)
+        ctx.layout, ctx.args = layout, args
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, asks, answers, logits, out, lse = ctx.saved_tensors
+        layout: Layout = ctx.layout
+        dout = grads[0].to(out.dtype).contiguous()
+        delta = (dout.float() * out.float()).sum(-1).T.contiguous()  # (H, n)
+        gates = (asks, answers) if any(ctx.needs_input_grad[3:5]) else (None, None)
+        dq, dasks = backward_queries(q, k, v, dout, lse, delta, gates[1], layout, ctx.args)
+        dk, dv, danswers = backward_keys(q, k, v, dout, lse, delta, gates[0], layout, ctx.args)
+        dlogits = None
+        if logits is not None:  # p * (dP - delta) with dP = 0: the sink has no value
+            split = (len(lse), len(logits), -1)
+            weights = torch.exp(logits.T[..., None] - lse.view(split))
+            dlogits = -(weights * delta.view(split)).sum(-1).T
+        dgates = [
+            None if gate is None or dgate is None else dgate.mul(ctx.args.ste_slope).sum_to_size(gate.shape).to(gate)
+            for gate, dgate in ((asks, dasks), (answers, danswers))
+        ]
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *dgates, dlogits, None, None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, layout: Layout, args: AttentionArgs
+) -> tuple[Tensor, Tensor]:
+    """Return output `(n, H, D)` and natural logsumexp `(H, n)` of q, k, v `(n, H or G, D)`."""
+    setup, (n, heads, size) = layout.setup, q.shape
+    batch, lists, length, _ = setup.key_groups.shape
+    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(heads, n, device=q.device)
+    span, firsts = layout.spans(heads * size * q.element_size())
+    partial, partial_lse = (
+        layout.new_partial(span, heads, *d, dtype=x) for d, x in (([size], q.dtype), ([], lse.dtype))
+    )
+    queries, keys = strides(q, k, v)
+    common = score_settings(q, k, args)
+    for first in firsts:
+        chunks = chunk_range(first, span, length)
+        launch(
+            kernels().groups_forward, group_grid(layout, span, heads),
+            q, layout.sorted_k, layout.sorted_v, partial, partial_lse, *query_lists(layout), length, *chunks, span,
+            lists, *setup.max_groups, **queries, **common, **list_sizes(layout),
+        )  # fmt: skip
+        launch(
+            kernels().window_forward, tiles(min(span, length - first), heads, batch),
+            q, k, v, out, lse, setup.begins, setup.valid_or_placeholder, partial, partial_lse, layout.memberships,
+            lse if logits is None else logits,
+            n, length, first, span, lists, setup.max_groups[0], setup.window, setup.sinks,
+            **queries, **keys, **common, heads=heads, BS=block_of(setup.sinks),
+            VALID=setup.valid is not None, LOGITS=logits is not None,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward_queries(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, answers: Tensor | None, layout: Layout,
+    args: AttentionArgs,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return dq `(n, H, D)`, and `(B, G, T, K)`, the gradient of the asks, given the keys' answers `(B, N, T, K)`.
+
+    The straight-through gradient is that of slope * asks_i . answers_j added to the scores of distant pairs, here
+    without the slope: sum_j dS_ij answers_j.
+    """
+    setup, (n, heads, size) = layout.setup, q.shape
+    batch, lists, length, count = setup.key_groups.shape
+    gate, gated = gate_arguments(answers, q)
+    dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    dgate = torch.empty(n, heads, count if answers is not None else 1, device=q.device)
+    span, firsts = layout.spans(heads * (size * q.element_size() + 4 * dgate.shape[2]))
+    partial = layout.new_partial(span, heads, size, dtype=q.dtype)
+    partial_gate = layout.new_partial(span, heads, dgate.shape[2], dtype=torch.float32)
+    queries, keys = strides(q, k, v)
+    common = score_settings(q, k, args) | {"K": count, "BK": block_of(count), "GATED": answers is not None}
+    saved = (dout, lse, delta)
+    for first in firsts:
+        chunks = chunk_range(first, span, length)
+        launch(
+            kernels().groups_backward_queries, group_grid(layout, span, heads),
+            q, layout.sorted_k, layout.sorted_v, *saved, partial, partial_gate, gate, *query_lists(layout), layout.keys,
+            n, length, *chunks, span, lists, *setup.max_groups, gated,
+            **queries, heads=heads, **common | list_sizes(layout),
+        )  # fmt: skip
+        launch(
+            kernels().window_backward_queries, tiles(min(span, length - first), heads, batch),
+            q, k, v, *saved, dq, dgate, setup.begins, setup.valid_or_placeholder, partial, partial_gate,
+            layout.memberships,
+            n, length, first, span, lists, setup.max_groups[0], setup.window, setup.sinks,
+            unit=args.scaling,
+            **queries, **keys, **common, heads=heads, BS=block_of(setup.sinks),
+            VALID=setup.valid is not None,
+        )  # fmt: skip
+    if answers is None:
+        return dq, None
+    return dq, dgate.view(batch, length, k.shape[1], -1, count).sum(3).transpose(1, 2)
+
+
+def backward_keys(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, asks: Tensor | None, layout: Layout,
+    args: AttentionArgs,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return dk, dv `(n, G, D)`, and `(B, G, T, K)`, the gradient of the answers, given the queries' asks."""
+    setup, (n, heads, size), groups = layout.setup, q.shape, k.shape[1]
+    batch, lists, length, count = setup.key_groups.shape
+    gate, gated = gate_arguments(asks, q)
+    sorted_dk, sorted_dv = (torch.empty(x.shape, device=q.device) for x in (layout.sorted_k, layout.sorted_v))
+    width = count if asks is not None else 1
+    sorted_gate = torch.empty(*sorted_dk.shape[:3], width, device=q.device)
+    dk, dv = (torch.empty(n, groups, size, device=q.device) for _ in range(2))
+    queries, keys = strides(q, k, v)
+    common, saved = score_settings(q, k, args), (dout, lse, delta)
+    chunks = -(-length // kernels().CHUNK)
+    launch(
+            kernels().groups_backward_keys, group_grid(layout, length, heads, over_keys=True),
+        q, layout.sorted_k, layout.sorted_v, *saved, sorted_dk, sorted_dv, sorted_gate, gate, *query_lists(layout),
+        layout.keys, n, length, chunks, setup.window, lists, *setup.max_groups, gated, **queries, heads=heads,
+        **common | list_sizes(layout) | {"K": count, "GATED": asks is not None},
+    )  # fmt: skip
+    common |= {"unit": args.scaling, "heads": heads, "VALID": setup.valid is not None}
+    launch(
+            kernels().window_backward_keys, tiles(length, groups, batch, over_keys=True),
+        q, k, v, *saved, dk, dv, setup.valid_or_placeholder, sorted_dk, sorted_dv, layout.slots,
+        n, length, lists, setup.max_groups[1], setup.window, **queries, **keys, **common,
+    )  # fmt: skip
+    if setup.sinks and length > setup.window + 1:
+        block, spans = block_of(setup.sinks), -(-length // SINK_CHUNK)
+        dk_sinks, dv_sinks = (torch.empty(batch, spans, groups, block, size, device=q.device) for _ in range(2))
+        launch(
+            kernels().sinks_backward, lambda *_: (spans, groups, batch),
+            q, k, v, *saved, dk_sinks, dv_sinks, setup.begins, setup.valid_or_placeholder,
+            n, length, setup.window, setup.sinks, SINK_CHUNK, BS=block, **queries, **keys, **common,
+        )  # fmt: skip
+        positions = setup.begins[:, None] + torch.arange(setup.sinks, device=q.device)
+        row = (positions.clamp(max=length - 1) + length * torch.arange(batch, device=q.device)[:, None]).flatten()
+        for total, part in ((dk, dk_sinks), (dv, dv_sinks)):
+            total.index_add_(0, row, part.sum(1)[:, :, : setup.sinks].transpose(1, 2).flatten(0, 1))
+    if asks is None:
+        return dk, dv, None
+    slots = layout.slots.view(batch, lists, -1, 1).expand(-1, groups, -1, width)
+    by_slot = sorted_gate.gather(2, slots.clamp(min=0).long()).masked_fill(slots < 0, 0.0)
+    return dk, dv, by_slot.view(batch, groups, length, -1, width).sum(3)
+
+
+@dataclass(frozen=True)
+class EncoderWeights:
+    """Hold two encoders for hidden states that are not standardized.
+
+    Attributes:
+        weight: `(E, N * (2 K + 1))`, of queries and keys `(N, 2, K)`, then of the importance of a query `(N,)`.
+        bias: `(N, 2, K)`.
+        worth_bias: `(N,)`.
+        limits: `(N,)`, which scores have to pass; at the largest float a query reads its `top_k` `(N,)` groups.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    worth_bias: Tensor
+    limits: Tensor
+    top_k: Tensor
+
+    @cached_property
+    def halves(self) -> Tensor:
+        """Weights as the sum of two numbers of bfloat16, side by side."""
+        return halve(self.weight)
+
+
+def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair: bool) -> tuple[Tensor, Tensor]:
+    """Return the groups `(B, N, T, K)` bool of queries and of keys for hidden states `(B, T, E)`.
+
+    Args:
+        start: `(B, T)`, index of the first token of each token's sequence.
+        local: tokens of window and sinks.
+        is_pair: divide scores by the number of keys beyond them.
+    """
+    (batch, length), (heads, _, count) = h.shape[:2], weights.bias.shape
+    can_halve = can_multiply_halves(h)
+    products = multiply_halves(h, weights.halves) if can_halve else h.flatten(0, 1).float() @ weights.weight
+    groups = [torch.empty(batch, heads, length, count, dtype=torch.uint8, device=h.device) for _ in range(2)]
+    size = kernels().CHUNK
+    kernels().select_groups[(-(-length // size), heads, batch)](
+        products, weights.bias, weights.worth_bias, weights.limits, weights.top_k, start.contiguous(), *groups,
+        length, local, weights.weight.shape[1], K=count, BK=block_of(count), C=size, PAIR=is_pair, HALVES=can_halve,
+    )  # fmt: skip
+    return groups[0].view(torch.bool), groups[1].view(torch.bool)
+
+
+def can_multiply_halves(h: Tensor) -> bool:
+    """Tell whether `multiply_halves` serves: bfloat16 on CUDA, without gradients."""
+    return h.is_cuda and h.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+
+
+def halve(weight: Tensor) -> Tensor:
+    """Return float32 weights `(E, R)` as two matrices of bfloat16 side by side, whose sum they are: `(E, 2 R)`."""
+    high = weight.bfloat16()
+    return torch.cat([high, (weight - high).bfloat16()], 1)
+
+
+def multiply_halves(h: Tensor, halves: Tensor) -> Tensor:
+    """Multiply hidden states `(B, T, E)` by both halves: `(B * T, 2 R)` float32, on tensor cores."""
+    product: Tensor = torch.mm(h.flatten(0, 1), halves, out_dtype=torch.float32)
+    return product
+
+
+def project(h: Tensor, weight: Tensor) -> Tensor:
+    """Multiply bfloat16 `(B, T, E)` by float32 `(E, R)` with the accuracy of float32."""
+    product = multiply_halves(h, halve(weight))
+    return product.unflatten(1, (2, -1)).sum(1).unflatten(0, h.shape[:2])
+
+
+def gate_arguments(gate: Tensor | None, q: Tensor) -> tuple[Tensor, int]:
+    """Return a gate `(B, N, T, K)` in float32 and N, or a placeholder."""
+    return (q, 1) if gate is None else (gate.float().contiguous(), gate.shape[1])
+
+
+def chunk_range(first: int, span: int, length: int) -> tuple[int, int, int]:
+    """Return the number of chunks of a sequence, and the first and the end of those of a span."""
+    size = kernels().CHUNK
+    chunks = -(-length // size)
+    return chunks, first // size, min((first + span) // size, chunks)
+
+
+def query_lists(layout: Layout) -> tuple[Tensor, ...]:
+    return layout.entries, layout.visible, layout.ahead, layout.query_bits, layout.key_bits
+
+
+def list_sizes(layout: Layout) -> dict[str, Any]:
+    return {"BK": layout.ahead.shape[-1], "SHARED": layout.is_shared}
+
+
+def group_grid(layout: Layout, span: int, heads: int, over_keys: bool = False) -> Any:
+    """Return the grid of a kernel of `groups`: as many programs as the device takes, at most one a tile."""
+    batch, groups = layout.sorted_k.shape[:2]
+    rows = span * layout.setup.max_groups[1] if over_keys else span * layout.setup.max_groups[0] * heads // groups
+    most = max(1, PROGRAMS * processors(layout.ahead.device) // (groups * batch))
+    count = layout.setup.key_groups.shape[-1]
+    return lambda queries, keys: (min(most, -(-rows // (keys if over_keys else queries)) + count), groups, batch)
+
+
+def tiles(length: int, *others: int, over_keys: bool = False) -> Any:
+    return lambda queries, keys: (-(-length // (keys if over_keys else queries)), *others)
+
+
+def strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the strides of queries, and those of keys and values."""
+    values = {"v_row": v.stride(0), "v_head": v.stride(1)}
+    return {"q_row": q.stride(0), "q_head": q.stride(1)}, {"k_row": k.stride(0), "k_head": k.stride(1), **values}
+
+
+def score_settings(q: Tensor, k: Tensor, args: AttentionArgs) -> dict[str, Any]:
+    """Return head sizes, units of scores and precision of products."""
+    (_, heads, size), log2e = q.shape, 1 / math.log(2)  # the kernels' scores are in units of ln 2
+    units: dict[str, Any] = {"scale": args.scaling * log2e, "cap": 0.0, "SOFTCAP": False}
+    if args.softcap is not None:
+        units = {"scale": args.scaling / args.softcap, "cap": args.softcap * log2e, "SOFTCAP": True}
+    return units | {
+        "HG": heads // k.shape[1], "D": size, "BD": block_of(size),
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+def block_of(size: int) -> int:
+    """Return the block that holds `size` elements: a power of two, at least 16 for products of tiles."""
+    return max(16, 1 << (max(size, 1) - 1).bit_length())
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def launch(*args: Any, **settings: Any) -> None:
+    """Launch a kernel, see `tuning.launch`."""
+    kernels().launch(*args, **settings)
+
+
+@cache
+def kernels() -> Any:
+    """Import the Triton kernels on first use."""
+    names = ("layout", "groups", "window", "tuning")
+    modules = [importlib.import_module(f"focus_exp.attention.kernels.{name}") for name in names]
+    return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+
+
+@cache
+def import_error(package: str) -> str | None:
+    """Return why a package cannot be imported; cached, since a failed search costs as much as a layer."""
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+@cache
+def unavailable_reason() -> str | None:
+    """Return why the kernels cannot run on this machine's GPU; None where they can."""
+    missing = import_error("triton")
+    return capability_reason((8, 0)) or (missing and f"needs the package triton: {missing}")
+
+
+@cache
+def capability_reason(needed: tuple[int, int]) -> str | None:
+    """Return why the device's compute capability is too low."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed:
+        return None
+    has = ".".join(map(str, torch.cuda.get_device_capability()))
+    return f"needs compute capability {'.'.join(map(str, needed))}, {torch.cuda.get_device_name()} has {has}"
