@@ -1,11 +1,14 @@
 """Jobs that use a router, an adapter's or one that they train first, for something else than its perplexity."""
 
 import re
+import signal
 
 import pytest
-from running import only_run, record_of, router_steps, run, tiny, without_attention
+from running import only_run, outcome, record_of, router_steps, run, tiny, without_attention
 
 from focus_exp.errors import UserError
+from focus_exp.evaluation import perplexity
+from focus_exp.jobs import train
 from focus_exp.models.adapter import read_description
 
 
@@ -58,3 +61,33 @@ def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
     assert read_description(adapter)["method"] == "focus_dual"
     assert run(*without_attention(tiny(tmp_path, "again")), "job=evaluate", f"adapter={adapter}").code == 0
     assert record_of(tmp_path / "again").find("nll", "focus_dual") == record.find("nll", "focus_dual")
+
+
+def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_path, monkeypatch):
+    def command(runs):
+        options = ["eval.fit_variants=[shared/two_encoders]", "budget=quick", f"cache_dir={tmp_path / runs}-cache"]
+        return [*tiny(tmp_path, runs), router_steps(1), *options]
+
+    assert run(*command("whole")).code == 0
+    scored, score, fits, fit = [], perplexity.score, [], train.fit_dual
+
+    def stop_at_second_score(*arguments):
+        if scored:
+            signal.raise_signal(signal.SIGTERM)
+        scored.append(arguments[-1])
+        return score(*arguments)
+
+    def stop_at_first_fit(*arguments):
+        fits.append(arguments[-1])
+        if len(fits) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return fit(*arguments)
+
+    monkeypatch.setattr(perplexity, "score", stop_at_second_score)
+    monkeypatch.setattr(train, "fit_dual", stop_at_first_fit)
+    codes = []
+    while not codes or (codes[-1] and len(codes) < 20):
+        scored.clear()
+        codes.append(run(*command("stopped")).code)
+    assert codes[-1] == 0 and set(codes[:-1]) == {128 + signal.SIGTERM} and len(codes) > 4
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
