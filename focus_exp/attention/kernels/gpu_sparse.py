@@ -300,14 +300,14 @@ def backward_keys(
     common, saved = score_settings(q, k, args), (dout, lse, delta)
     chunks = -(-length // kernels().CHUNK)
     launch(
-            kernels().groups_backward_keys, group_grid(layout, length, heads, over_keys=True),
+        kernels().groups_backward_keys, group_grid(layout, length, heads, over_keys=True),
         q, layout.sorted_k, layout.sorted_v, *saved, sorted_dk, sorted_dv, sorted_gate, gate, *query_lists(layout),
         layout.keys, n, length, chunks, setup.window, lists, *setup.max_groups, gated, **queries, heads=heads,
         **common | list_sizes(layout) | {"K": count, "GATED": asks is not None},
     )  # fmt: skip
     common |= {"unit": args.scaling, "heads": heads, "VALID": setup.valid is not None}
     launch(
-            kernels().window_backward_keys, tiles(length, groups, batch, over_keys=True),
+        kernels().window_backward_keys, tiles(length, groups, batch, over_keys=True),
         q, k, v, *saved, dk, dv, setup.valid_or_placeholder, sorted_dk, sorted_dv, layout.slots,
         n, length, lists, setup.max_groups[1], setup.window, **queries, **keys, **common,
     )  # fmt: skip
