@@ -1,8 +1,9 @@
-"""Perplexity: exact losses per token, rows and their references, density-matched controls, resume."""
+"""Perplexity: exact losses per token, rows and their references, density-matched controls, rounds, resume."""
 
 import io
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from focus_exp.evaluation.perplexity import (
     Scores,
     density_matched_window,
     score,
+    split_rounds,
     token_losses,
 )
 from focus_exp.evaluation.statistics import sequence_means, sequence_sums, token_mean
@@ -160,6 +162,7 @@ def measure(tiny_model, tmp_path) -> Callable[..., PerplexityEvaluator]:
         config: schema.Config | None = None,
         prepare=lambda model: None,
         folder: str = "evaluation",
+        on_round=None,
     ) -> PerplexityEvaluator:
         config, model = config or make_config(), tiny_model(family)
         blocks = SequenceDataset(random_stream([7 * T, 3 * T, 5 * T]), T, cross_documents=True)
@@ -167,7 +170,7 @@ def measure(tiny_model, tmp_path) -> Callable[..., PerplexityEvaluator]:
         evaluator.measure_base()
         attach_method(model, config, FLOAT32)
         prepare(model)
-        evaluator.measure_attached()
+        evaluator.measure_attached(on_round=on_round and partial(on_round, evaluator))
         return evaluator
 
     return run
@@ -305,9 +308,44 @@ def comparable(evaluator: PerplexityEvaluator) -> list:
     return [m for m in evaluator.measurements() if m.metric != "eval_seconds"]
 
 
-@pytest.mark.parametrize("stop_at", [2, 5])
+@pytest.mark.parametrize(("batch_size", "first"), [(1, 4), (3, 5)])
+def test_rounds_end_in_the_numbers_of_a_single_round(measure, labels, batch_size, first):
+    config, tables = make_config(sequences=14), []
+    config.eval.batch_size = batch_size
+    single = measure(config=config, folder="single")
+
+    def on_round(evaluator, *count):
+        tables.append((count, rows_of(evaluator)))
+
+    result = measure(config=config, on_round=on_round)
+    assert comparable(result) == comparable(single)
+    assert len(result.losses.units) == 14
+    for name, nll in single.losses.nll.items():
+        assert np.array_equal(result.losses.nll[name], nll)
+    ((count, rows),) = tables
+    assert count == (first, 14) and [row.name for row in rows] == [row.name for row in rows_of(single)]
+    assert all(row.eval_tokens == first * (T - 1) for row in rows)
+    del labels[:]
+    assert comparable(measure(config=config, on_round=on_round)) == comparable(single)
+    assert not labels and tables[1] == tables[0]
+
+
+@given(total=st.integers(1, 200), batch_size=st.integers(1, 9))
+def test_split_rounds_keeps_batches_and_doubles(total, batch_size):
+    def batches(indices):
+        return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+
+    rounds = split_rounds([*range(total)], batch_size)
+    assert sorted(batch for added in rounds for batch in batches(added)) == batches([*range(total)])
+    counts = np.cumsum([len(added) for added in rounds])
+    assert all(count < total / 3 + batch_size for count in counts[:-1])
+    if batch_size == 1:
+        assert counts.tolist() == [*(4 << n for n in range(9) if 12 << n <= total), total]
+
+
+@pytest.mark.parametrize("stop_at", [2, 5, 9, 13])
 def test_evaluation_stopped_anywhere_resumes_to_the_same_numbers(measure, monkeypatch, stop_at):
-    config = make_config()
+    config, measure = make_config(sequences=14), partial(measure, on_round=lambda *_: None)
     config.eval.top_k = [1]
     whole = measure(config=config, folder="whole")
     real, calls = score, []
@@ -328,7 +366,7 @@ def test_scores_on_disk_are_read_and_damaged_ones_scored_again(measure, labels, 
     first = measure()
     del labels[:]
     assert comparable(measure()) == comparable(first) and not labels
-    path = tmp_path / "evaluation" / "focus_soft.npz"
+    (path,) = (tmp_path / "evaluation").rglob("focus_soft.npz")
     whole = path.read_bytes()
     middle = bytearray(whole)
     middle[whole.index(b"nll.npy") + 200] ^= 255

@@ -144,7 +144,7 @@ def test_stopped_evaluation_keeps_its_complete_rows(folder, expected, monkeypatc
     assert run(*command(folder, "evaluation")).code == SIGTERM_CODE
     assert record_of(folder / "evaluation").status == "interrupted"
 
-    files = sorted((only_run(folder / "evaluation") / "evaluation").iterdir())
+    files = sorted((only_run(folder / "evaluation") / "evaluation").rglob("*.npz"))
     assert len(files) == 3
     files[1].write_bytes(files[1].read_bytes()[:-300])
     temporary = files[2].with_name(f".{files[2].name}.4711.aside")

@@ -66,9 +66,10 @@ def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
 def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_path, monkeypatch):
     def command(runs):
         options = ["eval.fit_variants=[shared/two_encoders]", "budget=quick", f"cache_dir={tmp_path / runs}-cache"]
-        return [*tiny(tmp_path, runs), router_steps(1), *options]
+        return [*tiny(tmp_path, runs), router_steps(1), *options, "eval.max_sequences=12", "eval.top_k=[1]"]
 
-    assert run(*command("whole")).code == 0
+    whole = run(*command("whole"))
+    assert whole.code == 0 and "4 of 12 sequences:" in whole.out
     scored, score, fits, fit = [], perplexity.score, [], train.fit_dual
 
     def stop_at_second_score(*arguments):
@@ -85,9 +86,12 @@ def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_pat
 
     monkeypatch.setattr(perplexity, "score", stop_at_second_score)
     monkeypatch.setattr(train, "fit_dual", stop_at_first_fit)
-    codes = []
-    while not codes or (codes[-1] and len(codes) < 20):
+    codes, tables = [], []
+    while not codes or (codes[-1] and len(codes) < 40):
         scored.clear()
         codes.append(run(*command("stopped")).code)
-    assert codes[-1] == 0 and set(codes[:-1]) == {128 + signal.SIGTERM} and len(codes) > 4
+        tables += [path.read_text() for path in (tmp_path / "stopped").rglob("table.md")]
+    assert codes[-1] == 0 and set(codes[:-1]) == {128 + signal.SIGTERM} and len(codes) > 12
+    assert "status: interrupted" in tables[0] and "focus_dual" not in tables[0]
+    assert "status" not in tables[-1] and "focus_dual" in tables[-1]
     assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +19,17 @@ class Evaluators:
     benchmarks: BenchmarkEvaluator
 
     def measure_base(self) -> None:
-        """Score the unmodified model."""
+        """Score the unmodified model; of perplexity the first round, unless its weights will be trained."""
         self.perplexity.measure_base()
         self.benchmarks.measure_base()
 
-    def measure_attached(self) -> None:
-        """Score what is attached or trained."""
-        self.perplexity.measure_attached()
+    def measure_attached(
+        self,
+        before_last: Callable[[], None] = lambda: None,
+        on_round: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Score what is attached or trained; see `PerplexityEvaluator`."""
+        self.perplexity.measure_attached(before_last, on_round)
         self.benchmarks.measure_attached()
 
     def write(self, record: Record, folder: Path) -> None:

@@ -7,9 +7,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ from focus_exp.training.precision import Precision
 log = logging.getLogger(__name__)
 
 LOGIT_ROWS = 32  # positions whose logits are float32 at a time: with 50,000 tokens they stay in a CPU's cache
+FIRST_ROUND = 4  # sequences
 
 
 @dataclass
@@ -78,11 +80,16 @@ class PairCounter:
     def observe(self, layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
         """Count one layer's pairs; an observer for `observe_selections`."""
         pairs = method.count_pairs(selection, sequence)
-        counts = np.array([pairs.total, pairs.distant, pairs.distant_kept])
-        self.counts[layer] = self.counts.get(layer, 0) + counts
+        counter = PairCounter({layer: np.array([pairs.total, pairs.distant, pairs.distant_kept])})
         if selection.key_groups is not None:
-            tokens = group_sizes(selection, sequence).cpu().numpy()
-            self.group_tokens[layer] = self.group_tokens.get(layer, 0) + tokens
+            counter.group_tokens[layer] = group_sizes(selection, sequence).cpu().numpy()
+        self.add(counter)
+
+    def add(self, other: PairCounter) -> None:
+        """Add the counts of other sequences."""
+        for name, layers in vars(other).items():
+            mine = vars(self)[name]
+            mine |= {layer: mine.get(layer, 0) + values for layer, values in layers.items()}
 
     @property
     def by_layer(self) -> list[np.ndarray]:
@@ -130,6 +137,15 @@ class Scores:
     seconds: float
     pairs: PairCounter = field(default_factory=PairCounter)
     path: str = ""
+
+    @classmethod
+    def join(cls, parts: list[Scores], order: np.ndarray) -> Scores:
+        """Return the scores of all sequences of `parts` in an order."""
+        pairs = PairCounter()
+        for part in parts:
+            pairs.add(part.pairs)
+        nll = np.concatenate([part.nll for part in parts])[order]
+        return cls(nll, sum(part.seconds for part in parts), pairs, parts[-1].path)
 
 
 @torch.no_grad()
@@ -200,7 +216,9 @@ def read_scores(path: Path, key: str) -> Scores | None:
 
 @dataclass
 class PerplexityEvaluator:
-    """Score every variant on the same sequences; `folder` lets a run resume.
+    """Score every variant on the same sequences, in rounds of more and more; `folder` lets a run resume.
+
+    rounds: sequences that each round adds. count: rounds that the scores are of.
 
     Args:
         blocks: held-out sequences.
@@ -218,6 +236,9 @@ class PerplexityEvaluator:
 
     def __post_init__(self) -> None:
         self.indices = self.blocks.select_evenly(self.config.eval.max_sequences)
+        self.rounds = split_rounds(self.indices, self.config.eval.batch_size)
+        self.is_base_frozen = not (self.config.recipe.trains("lora") or self.config.recipe.trains("all"))
+        self.count = 1 if self.is_base_frozen else len(self.rounds)
         self.adapters = list(self.config.eval.adapters)
         self.scores: dict[str, Scores] = {}
         self.variants: list[Variant] = []
@@ -226,11 +247,17 @@ class PerplexityEvaluator:
         self.configured = hard_variant("focus", focus.top_k, focus.pair_rule) if focus else ""
 
     @property
+    def scored(self) -> list[int]:
+        """Return the sequences of the rounds so far, in the order of their rounds."""
+        return [index for added in self.rounds[: self.count] for index in added]
+
+    @property
     def losses(self) -> Losses:
-        """Return the losses of all sequences under every variant."""
+        """Return the losses of the rounds so far under every variant."""
         sums = {name: sequence_sums(scores.nll) for name, scores in self.scores.items()}
         counts: Any = next(iter(sums.values()))[1] if sums else []
-        units = [(*place, int(n)) for place, n in zip(self.blocks.locate(self.indices), counts, strict=bool(sums))]
+        places = self.blocks.locate(sorted(self.scored))
+        units = [(*place, int(n)) for place, n in zip(places, counts, strict=bool(sums))]
         return Losses(units, {name: total / n for name, (total, n) in sums.items()})
 
     def measure_base(self) -> None:
@@ -239,16 +266,45 @@ class PerplexityEvaluator:
 
     def measure_phase(self, phase: str) -> None:
         """Score soft and hard routing after a phase that others follow."""
+        self.begin_round(len(self.rounds))
         before = len(self.variants)
         self.measure_soft(phase)
         self.add(route_hard(self.model, self.config.focus.top_k, self.config.focus.pair_rule, phase))
         self.after_phases += [m for variant in self.variants[before:] for m in self.measure(variant, phase)]
         del self.variants[before:]
 
-    def measure_attached(self) -> None:
-        """Score what is attached or trained."""
+    def measure_attached(
+        self,
+        before_last: Callable[[], None] = lambda: None,
+        on_round: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Score what is attached or trained, on all sequences.
+
+        Args:
+            before_last: called before the last round.
+            on_round: called after earlier rounds with the sequences that are scored, and all. There are none without
+                it, or with a trained base.
+        """
+        last = len(self.rounds)
+        if on_round and self.is_base_frozen:
+            for count in range(1, last):
+                self.begin_round(count)
+                self.measure_variants()
+                on_round(len(self.scored), len(self.indices))
+        before_last()
+        self.begin_round(last)
+        self.measure_variants()
+
+    def begin_round(self, count: int) -> None:
+        """Score the sequences of the first `count` rounds from here on."""
+        self.count = count
+        if self.is_base_frozen:  # else measured before its weights changed
+            self.variants, self.scores = [], {}
+            self.measure_base()
+
+    def measure_variants(self) -> None:
         attention = self.config.attention
-        if self.config.recipe.trains("lora") or self.config.recipe.trains("all"):
+        if not self.is_base_frozen:
             with full_attention(self.model):
                 self.add(trained_variant(self.model, self.config))
         if self.config.has_router:
@@ -349,26 +405,31 @@ class PerplexityEvaluator:
             definition: what it depends on besides its name, the configuration and the weights.
         """
         self.variants.append(variant)
-        folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
-        path = folder / (f"after-{variant.phase}" if variant.phase else "") / f"{slug(variant.name)}.npz"
-        digest = hashlib.sha256(f"{definition} {self.indices}".encode()).hexdigest()[:12]
-        key = f"{self.precision.name} {self.weights} {digest}"
-        scores = read_scores(path, key)
-        if scores is None:
-            try:
-                with full_attention(self.model) if variant.kind == "base" else nullcontext():
-                    batch_size = self.config.eval.batch_size
-                    scores = score(self.model, self.blocks, self.indices, batch_size, self.precision, variant.name)
-            # ValueError: a method refuses the model
-            except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
-                variant.error = f"{type(error).__name__}: {first_line(error)}"
-                log.error("%s failed: %s", variant.name, variant.error)
-                return None
-            write_scores(path, scores, key)
-        self.scores[variant.key] = scores
+        try:
+            with full_attention(self.model) if variant.kind == "base" else nullcontext():
+                parts = [self.load_or_score(variant, definition, added) for added in self.rounds[: self.count]]
+        # ValueError: a method refuses the model
+        except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+            variant.error = f"{type(error).__name__}: {first_line(error)}"
+            log.error("%s failed: %s", variant.name, variant.error)
+            return None
+        self.scores[variant.key] = scores = Scores.join(parts, np.argsort(self.scored))
         path_note = f", {scores.path}" if scores.path else ""
         value = perplexity(token_mean(scores.nll))
         log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, scores.seconds, path_note)
+        return scores
+
+    def load_or_score(self, variant: Variant, definition: str, indices: list[int]) -> Scores:
+        """Return the scores of sequences, whose folder is named by their numbers and `definition`."""
+        folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
+        digest = hashlib.sha256(f"{definition} {indices}".encode()).hexdigest()[:12]
+        path = folder / (f"after-{variant.phase}" if variant.phase else "") / digest / f"{slug(variant.name)}.npz"
+        key = f"{self.precision.name} {self.weights}"
+        scores = read_scores(path, key)
+        if scores is None:
+            size = self.config.eval.batch_size
+            scores = score(self.model, self.blocks, indices, size, self.precision, variant.name)
+            write_scores(path, scores, key)
         return scores
 
     def measurements(self) -> list[Measurement]:
@@ -449,6 +510,19 @@ class PerplexityEvaluator:
         if variant.kind == "hard" or is_soft_counterpart:
             return [BASE, SOFT]
         return [BASE, self.configured] if variant.kind in ("control", "causal_counterpart") else [BASE]
+
+
+def split_rounds(indices: list[int], batch_size: int) -> list[list[int]]:
+    """Split sequences into those that each round adds, to have 4, 8, 16, ... and then all.
+
+    A round takes whole batches, spread over the sequences: by their number with its bits reversed.
+    """
+    batches = [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+    bits = len(batches).bit_length()
+    order = sorted(range(len(batches)), key=lambda i: f"{i:0{bits}b}"[::-1])
+    rounds = (len(indices) // (3 * FIRST_ROUND)).bit_length()  # of at most a third of all
+    ends = {0, len(batches), *(math.ceil((FIRST_ROUND << n) / batch_size) for n in range(rounds))}
+    return [[i for n in sorted(order[begin:end]) for i in batches[n]] for begin, end in pairwise(sorted(ends))]
 
 
 def perplexity(nll: float | None) -> float | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,15 @@ class CostEstimator:
         batches = math.ceil(len(indices) / size)
         with full_attention(model):
             self.add("scoring", (1 + (config.recipe.trains("lora") or config.recipe.trains("all"))) * batches, one)
-        soft, hard = 0, int(config.attention.method != "full") * (1 + self.rows)
+        soft, hard = 0.0, float(config.attention.method != "full") * (1 + self.rows)
         if config.has_router:
             earlier = max(0, len(config.phases) - 1)
             counterparts = 2 * (not is_causal(model) and config.focus.balance_sequences > 0)
             soft = 1 + earlier
             hard = len(evaluator.hard_routings()) + 3 * config.eval.controls + self.rows + counterparts + earlier
+            # two controls are matched again in each round
+            repeated = [*accumulate(map(len, evaluator.rounds))][:-1] if evaluator.is_base_frozen else []
+            hard += 2 * config.eval.controls * sum(repeated) / len(indices)
         for is_hard, count in ((False, soft), (True, hard)):
             if count:
                 set_routing(model, hard=is_hard)

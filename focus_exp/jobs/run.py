@@ -29,6 +29,7 @@ from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.jobs.compose import command_overrides
 from focus_exp.jobs.resume import check_fingerprint, resume_record
+from focus_exp.reporting.load import Results
 from focus_exp.reporting.run_report import write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
@@ -106,12 +107,17 @@ class Run:
             if message not in self.record.warnings:
                 self.record.warnings.append(message)
 
-    def report(self) -> None:
-        """Write measurements, tables and figures; log them to W&B and print the tables."""
+    def write_report(self) -> tuple[Results, dict[str, pd.DataFrame], dict[str, Path]]:
+        """Write measurements, tables and figures, print the tables and return all."""
         self.save()
-        results, tables, figures = write_run_report(self.folder)
-        for name, table in tables.items():
+        report = write_run_report(self.folder)
+        for name, table in report[1].items():
             print_table(table, name)
+        return report
+
+    def report(self) -> None:
+        """Write and print the results, and log them to W&B."""
+        results, tables, figures = self.write_report()
         for logger in self.loggers:
             if isinstance(logger, WandbLogger):
                 log_run(logger.experiment, results, tables, figures)

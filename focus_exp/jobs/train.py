@@ -62,7 +62,8 @@ def train(config: Config) -> None:
     A run is written to runs/<experiment>/<model>-<data>-<device>/<method or variant>-seed<n>-<config hash>:
     config.yaml, metrics.jsonl, probe.jsonl (router load on held-out tokens during training), adapter/, record.json,
     measurements.csv, losses.csv, table.md, figures/ and an offline W&B run. Re-run the same command to resume, to
-    the same numbers; overwrite=true repeats a finished run.
+    the same numbers; overwrite=true repeats a finished run. Perplexity is measured on 4, 8, 16, ... and all sequences;
+    the table is printed and written each time.
 
     assets=auto|hub|embedded chooses where weights and data may come from. A substitute is named in the first lines,
     in the path and in every table. Below the break-even length of the device, hard routing uses masked attention,
@@ -99,12 +100,22 @@ def train(config: Config) -> None:
                 save_weights(run.folder, model, setup.tokenizer)
                 run.record.method["weights"] = fingerprint(model)  # of the base of runs with model.path=<this model>
 
-        def measure() -> None:
-            fit_variants(run, model, sequences, fitted, evaluators.perplexity)
-            evaluators.measure_attached()
+        others = run.record.measurements
 
-        run_on_rank_zero(model, measure)
-        evaluators.write(run.record, run.folder)
+        def write() -> None:
+            run.record.measurements = others
+            evaluators.write(run.record, run.folder)
+
+        def print_round(scored: int, total: int) -> None:
+            write()
+            print(f"{scored} of {total} sequences:")
+            run.write_report()
+
+        def fit_variants_last() -> None:
+            others.extend(fit_variants(run, model, sequences, fitted, evaluators.perplexity))
+
+        run_on_rank_zero(model, lambda: evaluators.measure_attached(fit_variants_last, print_round))
+        write()
 
 
 def save_weights(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -286,8 +297,9 @@ def fit_variants(
     sequences: SequenceDataset,
     variants: dict[str, AttentionConfig],
     evaluator: PerplexityEvaluator,
-) -> None:
-    """Fit variants to the frozen base, save their adapters, and let `evaluator` score them."""
+) -> list[Measurement]:
+    """Fit variants to the frozen base, save their adapters, and let `evaluator` score them; returns measurements."""
+    rows = []
     for name, options in variants.items():
         assert isinstance(options, FitOptions)
         folder = run.folder / f"adapter-{name}"
@@ -297,8 +309,9 @@ def fit_variants(
             extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
             extra |= {"tokens": sum(map(len, sample)), "seed": run.config.seed, "fit_seconds": seconds}
             save_adapter(model, folder, extra)
-        run.record.measurements += measurements
+        rows += measurements
         evaluator.adapters.append(str(folder))
+    return rows
 
 
 def count_trainable(model: PreTrainedModel, config: Config) -> int:
