@@ -341,7 +341,7 @@ def test_rebalance_of_a_dense_budget_changes_nothing(tiny_model):
 # cache and runs
 
 
-def test_interrupted_fit_starts_again_and_budgets_share_it(tiny_model, tmp_path, monkeypatch):
+def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monkeypatch):
     sequences, folder = random_sequences(3), tmp_path / "resumed"
 
     def fit_with(place=folder, density=0.5, precision=FLOAT32, seed=0):
@@ -353,16 +353,20 @@ def test_interrupted_fit_starts_again_and_budgets_share_it(tiny_model, tmp_path,
     original, done = fit.fit_encoders, []
 
     def interrupt(*arguments):
-        if done:
+        done.append(arguments)
+        if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(original(*arguments))
+        original(*arguments)
 
     monkeypatch.setattr(fit, "fit_encoders", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fit_with()
-    monkeypatch.setattr(fit, "fit_encoders", original)
+    assert len(list(folder.rglob("block-*"))) == 2 and len(list(folder.rglob("layer-*"))) == 1
+    next(folder.rglob("block-00001.safetensors")).unlink()
+    monkeypatch.setattr(fit, "fit_encoders", lambda *arguments: done.append(original(*arguments)))
     again, seconds = fit_with()
     assert again == expected and seconds > 0
+    assert len(done) == len(expected) + 1  # the interrupted layer twice
     assert list(folder.rglob("block-*")) == []
     assert 0 < sum(row.pairs for row in expected) / len(expected) <= 0.5
 

@@ -3,7 +3,7 @@
 To first order, pruning key j from query i moves the output o_i of a head by -P_ij (v_j - o_i), and the loss by
 P_ij (o_i - v_j) . dL/do_i. The square of that change is the pair's importance.
 
-A fit to these observations is cached by all that decides it.
+A fit to these observations is cached by all that decides it, and resumes at the sequence or layers where it stopped.
 """
 
 from __future__ import annotations
@@ -190,15 +190,17 @@ def record_observations(
     folder: Path,
     importance: str = "loss",
 ) -> list[Path]:
-    """Write the observations of all layers on each sequence `(T,)` to a file of `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the observations of all layers on each sequence `(T,)` to a file of `folder`, unless it exists."""
     paths = [folder / f"block-{index:05d}.safetensors" for index in range(len(sequences))]
     pairs = list(zip(paths, sequences, strict=True))
     for path, tokens in ProgressBar(pairs, desc="measuring importance", unit="sequence"):
-        probes = {i: ImportanceProbe(m.shape, m.window, m.sinks, importance) for i, m in methods.items()}
-        backpropagate(model, probes, tokens, precision)
-        tensors = {f"{i}.{name}": x for i, probe in probes.items() for name, x in vars(probe.observation).items()}
-        save_file(tensors, path)
+
+        def observe(tokens: Tensor = tokens) -> dict[str, Tensor]:
+            probes = {i: ImportanceProbe(m.shape, m.window, m.sinks, importance) for i, m in methods.items()}
+            backpropagate(model, probes, tokens, precision)
+            return {f"{i}.{name}": x for i, probe in probes.items() for name, x in vars(probe.observation).items()}
+
+        load_or_compute(path, observe)
     return paths
 
 
@@ -245,27 +247,31 @@ def fit_layers(
     fit: Callable[[Method, list[Observation], torch.Generator], dict[str, Tensor]],
     importance: str = "loss",
 ) -> tuple[dict[int, dict[str, Tensor]], float]:
-    """Return the tensors that `fit` makes of each layer's observations, and the seconds that all took."""
-    observed = folder / "observed"
+    """Return the tensors that `fit` makes of each layer's observations, and the seconds in all runs."""
+    parts, threads = folder / "parts", count_fit_threads(precision.device)
+    # of earlier runs, which fitted as many layers at a time
+    seconds = sum(read_seconds(x) / (threads if x.name.startswith("layer") else 1) for x in parts.glob("*"))
 
     def compute() -> dict[str, Tensor]:
-        remove(observed)  # of a run that was killed
-        recorded = record_observations(model, methods, sequences, precision, observed, importance)
+        recorded = record_observations(model, methods, sequences, precision, parts, importance)
         tensors: dict[str, Tensor] = {}
 
         def fit_one(layer: int) -> dict[str, Tensor]:
-            generator = torch.Generator().manual_seed(seed + layer)
-            return fit(methods[layer], read_observations(recorded, layer), generator)
+            def compute_layer() -> dict[str, Tensor]:
+                generator = torch.Generator().manual_seed(seed + layer)
+                return fit(methods[layer], read_observations(recorded, layer), generator)
+
+            return load_or_compute(parts / f"layer-{layer:03d}.safetensors", compute_layer)[0]
 
         fitted = map_in_threads(fit_one, list(methods), precision.device)
         for layer, state in zip(
             methods, ProgressBar(fitted, "fitting layers", len(methods), unit="layer"), strict=True
         ):
             tensors |= {f"{layer}/{name}": x for name, x in state.items()}
-        remove(observed)
         return tensors
 
-    tensors, seconds = load_or_compute(folder / "layers.safetensors", compute)
+    tensors, seconds = load_or_compute(folder / "layers.safetensors", compute, seconds)
+    remove(parts)
     states: dict[int, dict[str, Tensor]] = {layer: {} for layer in methods}
     for name, x in tensors.items():
         layer, _, key = name.partition("/")
@@ -292,12 +298,19 @@ def map_in_threads(function: Callable[[int], Result], layers: list[int], device:
         torch.set_num_threads(before)  # of MKL, which has one number for all threads
 
 
-def load_or_compute(path: Path, compute: Callable[[], dict[str, Tensor]]) -> tuple[dict[str, Tensor], float]:
+def load_or_compute(
+    path: Path, compute: Callable[[], dict[str, Tensor]], earlier: float = 0.0
+) -> tuple[dict[str, Tensor], float]:
     """Read the tensors in `path`, or compute and write them; returns them and the seconds that they took."""
     if not path.exists():
         began = time.perf_counter()
         tensors = compute()
         with atomic_write(path) as temporary:
-            save_file(tensors, temporary, {"seconds": f"{time.perf_counter() - began:.3f}"})
+            save_file(tensors, temporary, {"seconds": f"{earlier + time.perf_counter() - began:.3f}"})
     with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, float(file.metadata()["seconds"])  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.keys()}, read_seconds(path)  # noqa: SIM118
+
+
+def read_seconds(path: Path) -> float:
+    with safe_open(path, "pt") as file:
+        return float(file.metadata()["seconds"])
