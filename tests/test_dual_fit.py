@@ -11,6 +11,7 @@ from builders import copy_state, random_sequences, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import fitting, only_run, record_of, router_steps, run, tiny, without_attention
+from safetensors.torch import save_file
 from torch import Tensor
 
 from focus_exp import attach
@@ -424,3 +425,9 @@ def test_run_fits_trains_by_distillation_and_saves_the_budget(tmp_path):
     assert cached.fit_seconds == record.fit_seconds > 0
     assert cached.train_seconds >= cached.fit_seconds - 1e-6
     assert record.train_seconds > record.fit_seconds
+
+
+def test_fit_cached_by_an_earlier_version_is_read(tmp_path):
+    save_file({"x": torch.ones(2)}, tmp_path / "fit.safetensors")
+    tensors, seconds = importance.load_or_compute(tmp_path / "fit.safetensors", dict)
+    assert torch.equal(tensors["x"], torch.ones(2)) and seconds == 0.0

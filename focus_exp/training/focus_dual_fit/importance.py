@@ -312,5 +312,6 @@ def load_or_compute(
 
 
 def read_seconds(path: Path) -> float:
+    """Return the seconds that the tensors in `path` took; 0 for files of earlier versions, which do not say."""
     with safe_open(path, "pt") as file:
-        return float(file.metadata()["seconds"])
+        return float((file.metadata() or {}).get("seconds", 0.0))
