@@ -15,7 +15,6 @@ from focus_exp.attention.router import cast_chunks, disable_autocast
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, top_k_groups
 
 KERNELS = {"cpu": cpu_sparse, "cuda": gpu_sparse}
-MAX_GROUPS = 64  # that the kernels take
 UNSET = torch.finfo(torch.float32).max  # a threshold before any fit: a query reads its top_k groups
 
 
@@ -186,7 +185,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
     def can_route_by_kernel(self, h: Tensor) -> bool:
         """Tell whether a kernel serves: hard routing without gradients or soft assignments."""
         encoders, kernel = (self.key_encoder, self.q_encoder), KERNELS.get(h.device.type)
-        if kernel is None or h.dtype not in kernel.DTYPES or self.groups > MAX_GROUPS or self.observers:
+        if kernel is None or h.dtype not in kernel.DTYPES or self.groups > cpu_sparse.MAX_GROUPS or self.observers:
             return False
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not all(type(x) is Encoder for x in encoders):
             return False

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
+MAX_HEAD_DIM = 256
+
 
 @dataclass(frozen=True)
 class KernelRequirements:
@@ -29,10 +31,19 @@ class Backend(ABC):
     """Compute hard Focus attention without the pruned pairs, forward and backward."""
 
     name: str
+    device: str
+    place: str  # where it runs, in words
+    dtypes: tuple[torch.dtype, ...]
 
-    @abstractmethod
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
         """Return why it does not serve, as words after its name; None where it serves."""
+        if requirements.device != self.device:
+            return f"runs on {self.place}, the tensors are on {requirements.device}"
+        if requirements.dtype not in self.dtypes:
+            return f"does not take {str(requirements.dtype).removeprefix('torch.')}"
+        if requirements.head_dim > MAX_HEAD_DIM:
+            return f"takes head sizes up to {MAX_HEAD_DIM}, not {requirements.head_dim}"
+        return None
 
     @abstractmethod
     def attention(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import cpp_extension
 
-from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, KernelRequirements
+from focus_exp.attention.kernels.contract import MAX_HEAD_DIM, Backend, BackendUnsupported, KernelRequirements
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ SOURCES = [Path(__file__).with_name(name) for name in ("cpu_sparse.cpp", "cpu_sp
 FLAGS = ["-O3", "-Wno-psabi"]
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_GROUPS = 64  # bits of a word
-MAX_HEAD_DIM = 256
 FULL_WINDOW = 64  # keys of full attention that meet a query under a mask; the rest meets it without
 FULL_FROM = 256  # tokens from which full attention is faster than torch's (AVX-512: 1.2 to 3 times)
 
@@ -43,16 +42,15 @@ class CpuSparse(Backend):
     """
 
     name = "cpu"
+    device = "cpu"
+    place = "the CPU"
+    dtypes = DTYPES
 
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
-        if requirements.device != "cpu":
-            return f"runs on the CPU, the tensors are on {requirements.device}"
+        if reason := super().unsupported_reason(requirements):
+            return reason
         if torch.compiler.is_compiling():
             return "is not traced by torch.compile"
-        if requirements.dtype not in DTYPES:
-            return f"does not take {str(requirements.dtype).removeprefix('torch.')}"
-        if requirements.head_dim > MAX_HEAD_DIM:
-            return f"takes head sizes up to {MAX_HEAD_DIM}, not {requirements.head_dim}"
         if requirements.groups > MAX_GROUPS:
             return f"takes up to {MAX_GROUPS} groups, not {requirements.groups}"
         return unavailable_reason()

@@ -22,7 +22,6 @@ from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, Ke
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 MAX_SHARED_GROUPS = 63  # bits of a word
 PARTIAL_BYTES = 2**30  # room for partial results; longer sequences are computed in several spans of queries
 SPAN = 128  # tokens that a span is a multiple of
@@ -35,15 +34,12 @@ class Triton(Backend):
     """Support every selection of hard routing at head sizes up to 256, with gradients, the router's included."""
 
     name = "triton"
+    device = "cuda"
+    place = "CUDA"
+    dtypes = DTYPES
 
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
-        if requirements.device != "cuda":
-            return f"runs on CUDA, the tensors are on {requirements.device}"
-        if requirements.dtype not in DTYPES:
-            return f"does not take {str(requirements.dtype).removeprefix('torch.')}"
-        if requirements.head_dim > MAX_HEAD_DIM:
-            return f"takes head sizes up to {MAX_HEAD_DIM}, not {requirements.head_dim}"
-        return unavailable_reason()
+        return super().unsupported_reason(requirements) or unavailable_reason()
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs

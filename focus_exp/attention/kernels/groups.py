@@ -27,6 +27,31 @@ def pick(values, index, BK: tl.constexpr):
 
 
 @triton.jit
+def find_lists(ahead, chunks, lists, BK: tl.constexpr):
+    """Return a program's key/value head, sequence, row of the lists and row of the sorted keys.
+
+    Also the rows of `ahead` of queries and of keys (chunks + 1, BK).
+    """
+    g, b, groups = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(1)
+    row = b * lists + g * lists // groups
+    size = (chunks + 1) * BK
+    return g, b, row, b * groups + g, ahead + row * size, ahead + (tl.num_programs(2) * lists + row) * size
+
+
+@triton.jit
+def count_tiles(members, rows, BLOCK: tl.constexpr):
+    """Return the tiles of all groups together, and the first tile of each, for groups of `members` times `rows`."""
+    tiles = (members * rows + BLOCK - 1) // BLOCK
+    return tl.sum(tiles, 0), tl.cumsum(tiles, 0) - tiles
+
+
+@triton.jit
+def find_group(first_tiles, tile):
+    """Return the group of a tile; a group without tiles begins where the next one does."""
+    return tl.sum((first_tiles <= tile).to(tl.int32), 0) - 1
+
+
+@triton.jit
 def load_entries(entries, visible, index, live, per_query):
     """Load entries of a list: entry, token and number of visible keys."""
     entry = tl.load(entries + index, live, 0)
@@ -47,16 +72,13 @@ def groups_forward(
     BM: tl.constexpr, BN: tl.constexpr, SOFTCAP: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write partial outputs and log2-sum-exps of queries in chunks [first, last); grid (programs, G, B)."""
-    g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    groups = tl.num_programs(1)
-    rows, row, head = tl.num_programs(2) * lists, b * lists + g * lists // groups, b * groups + g
+    g, b, row, head, ahead_q, ahead_k = find_lists(ahead, chunks, lists, BK)
     column = tl.arange(0, BK)
-    ahead_q, ahead_k = ahead + row * (chunks + 1) * BK + column, ahead + (rows + row) * (chunks + 1) * BK + column
-    begins, ends, key_begins = tl.load(ahead_q + first * BK), tl.load(ahead_q + last * BK), tl.load(ahead_k)
-    tiles = ((ends - begins) * HG + BM - 1) // BM
-    first_tiles = tl.cumsum(tiles, 0) - tiles
-    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
-        group = tl.sum((first_tiles <= tile).to(tl.int32), 0) - 1  # a group without tiles begins where the next does
+    begins, ends = tl.load(ahead_q + first * BK + column), tl.load(ahead_q + last * BK + column)
+    key_begins = tl.load(ahead_k + column)
+    tiles, first_tiles = count_tiles(ends - begins, HG, BM)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        group = find_group(first_tiles, tile)
         r = (tile - pick(first_tiles, group, BK)) * BM + tl.arange(0, BM)
         index = pick(begins, group, BK) + r // HG
         live = index < pick(ends, group, BK)
@@ -106,17 +128,14 @@ def groups_backward_queries(
     Args:
         gate: (B, gate_heads, T, K), h of keys; gate_heads is 1 or G.
     """
-    g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    groups = tl.num_programs(1)
-    rows, row, head = tl.num_programs(2) * lists, b * lists + g * lists // groups, b * groups + g
-    gate += (b * gate_heads + g * gate_heads // groups) * length * K
+    g, b, row, head, ahead_q, ahead_k = find_lists(ahead, chunks, lists, BK)
+    gate += (b * gate_heads + g * gate_heads // tl.num_programs(1)) * length * K
     column = tl.arange(0, BK)
-    ahead_q, ahead_k = ahead + row * (chunks + 1) * BK + column, ahead + (rows + row) * (chunks + 1) * BK + column
-    begins, ends, key_begins = tl.load(ahead_q + first * BK), tl.load(ahead_q + last * BK), tl.load(ahead_k)
-    tiles = ((ends - begins) * HG + BM - 1) // BM
-    first_tiles = tl.cumsum(tiles, 0) - tiles
-    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
-        group = tl.sum((first_tiles <= tile).to(tl.int32), 0) - 1
+    begins, ends = tl.load(ahead_q + first * BK + column), tl.load(ahead_q + last * BK + column)
+    key_begins = tl.load(ahead_k + column)
+    tiles, first_tiles = count_tiles(ends - begins, HG, BM)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        group = find_group(first_tiles, tile)
         r = (tile - pick(first_tiles, group, BK)) * BM + tl.arange(0, BM)
         index = pick(begins, group, BK) + r // HG
         live = index < pick(ends, group, BK)
@@ -164,17 +183,13 @@ def groups_backward_keys(
     Args:
         gate: (B, gate_heads, T, K), g of queries.
     """
-    g, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    groups = tl.num_programs(1)
-    rows, row, head = tl.num_programs(2) * lists, b * lists + g * lists // groups, b * groups + g
-    gate += (b * gate_heads + g * gate_heads // groups) * length * K
+    g, b, row, head, ahead_q, ahead_k = find_lists(ahead, chunks, lists, BK)
+    gate += (b * gate_heads + g * gate_heads // tl.num_programs(1)) * length * K
     column = tl.arange(0, BK)
-    ahead_q, ahead_k = ahead + row * (chunks + 1) * BK, ahead + (rows + row) * (chunks + 1) * BK + column
-    key_begins, key_ends = tl.load(ahead_k), tl.load(ahead_k + chunks * BK)
-    tiles = (key_ends - key_begins + BN - 1) // BN
-    first_tiles = tl.cumsum(tiles, 0) - tiles
-    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
-        group = tl.sum((first_tiles <= tile).to(tl.int32), 0) - 1
+    key_begins, key_ends = tl.load(ahead_k + column), tl.load(ahead_k + chunks * BK + column)
+    tiles, first_tiles = count_tiles(key_ends - key_begins, 1, BN)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        group = find_group(first_tiles, tile)
         j = (tile - pick(first_tiles, group, BK)) * BN + tl.arange(0, BN)
         slot = pick(key_begins, group, BK) + j
         inside = slot < pick(key_ends, group, BK)
