@@ -49,6 +49,7 @@ from focus_exp.training.phases import set_training_mode
 from focus_exp.training.warm_start import AttentionProbe, fit_router, run_forward
 
 TIMED_STEPS = (4, 12)  # steps of a layer-wise fit: the difference leaves out what does not grow with them
+MAX_PASSES, TIMING_SECONDS = 3, 4.0  # passes that are timed, and seconds after which there is no further one
 
 
 class CostEstimator:
@@ -85,25 +86,30 @@ class CostEstimator:
             self.time_scoring()
             for options in self.fits:
                 with swap_attachment(self.model, options.method, get_method_options(options)):
-                    if not (isinstance(options, DualConfig) and self.is_fitted(options)):
-                        self.time_fit(options)
+                    self.time_fit(options)
         minutes = {stage: seconds / 60 for stage, seconds in self.seconds.items()}
         parts = ", ".join(f"{stage} {value:.1f}" for stage, value in minutes.items() if value)
         gigabytes = max([peak_memory(), *self.memory]) / 1e9
         without = ", without eval.tasks" if self.config.eval.tasks else ""
         return f"estimate: {sum(minutes.values()):.1f} minutes ({parts}{without}), {gigabytes:.1f} GB"
 
+    def time_pass(self, work: Work) -> float:
+        """Return the least seconds of several passes: other programs only add to them, and the first one allocates."""
+        seconds: list[float] = []
+        while not seconds or (len(seconds) < MAX_PASSES and sum(seconds) < TIMING_SECONDS):
+            seconds.append(time_once(work, self.precision.device))
+        return min(seconds)
+
     def add(self, stage: str, count: float, work: Work) -> None:
-        """Add `count` passes; where there are many, of the time of a second one, which allocates less."""
         if count:
-            seconds = time_once(work, self.precision.device)
-            self.seconds[stage] += count * (time_once(work, self.precision.device) if count > 4 else seconds)
+            self.seconds[stage] += count * self.time_pass(work)
 
     def add_layers(self, stage: str, layers: float, steps: int, fit: Callable[[int], Any]) -> None:
         """Add layer-wise fits of so many steps; fit(steps) fits one layer, or as many as run at a time."""
-        short, long = (time_once(partial(fit, count), self.precision.device) for count in TIMED_STEPS)
-        step = max(0.0, long - short) / (TIMED_STEPS[1] - TIMED_STEPS[0])
-        self.seconds[stage] += layers * max(0.0, short + step * (steps - TIMED_STEPS[0]))
+        if layers:
+            short, long = (self.time_pass(partial(fit, count)) for count in TIMED_STEPS)
+            step = max(0.0, long - short) / (TIMED_STEPS[1] - TIMED_STEPS[0])
+            self.seconds[stage] += layers * max(0.0, short + step * (steps - TIMED_STEPS[0]))
 
     def time_scoring(self) -> None:
         """Add what `PerplexityEvaluator.measure_attached` and, between phases, `measure_phase` score."""
@@ -178,15 +184,19 @@ class CostEstimator:
                         lambda steps: fit_router(method, probes[layer], steps, generator))  # fmt: skip
 
     def time_fit(self, options: AttentionConfig) -> None:
-        """Add the importance pass over the calibration sequences and the fit of every layer."""
+        """Add what is left of the importance pass over the calibration sequences and of the fit of every layer."""
         assert isinstance(options, FitOptions)
+        recorded, fitted = self.count_finished(options) if isinstance(options, DualConfig) else (0, 0)
         methods, (tokens,) = attached_methods(self.model), self.sequences.sample(1, 0)
+        if (recorded, fitted) == (options.calibration_sequences, len(methods)):
+            return
         changed: Any = options
         device, layers = self.precision.device, list(methods)[: count_fit_threads(self.precision.device)]
         with tempfile.TemporaryDirectory() as folder:
-            folders = (Path(folder) / str(number) for number in (1, 2))
+            folders = (Path(folder) / str(number) for number in range(1, MAX_PASSES + 1))
             record = partial(record_observations, self.model, methods, [tokens], self.precision)
-            self.add("fit", options.calibration_sequences, lambda: record(next(folders)))
+            seconds = self.time_pass(lambda: record(next(folders)))
+            self.seconds["fit"] += seconds * (options.calibration_sequences - recorded)
             paths = [*Path(folder, "1").iterdir()] * (options.calibration_sequences - options.validation_sequences)
 
             def fit(steps: int, layer: int) -> None:
@@ -197,13 +207,16 @@ class CostEstimator:
                 else:
                     fit_one_layer(method, observations, replace(changed, fit_steps=steps), generator)
 
-            self.add_layers("fit", len(methods) / len(layers), options.fit_steps,
+            self.add_layers("fit", (len(methods) - fitted) / len(layers), options.fit_steps,
                             lambda steps: list(map_in_threads(partial(fit, steps), layers, device)))  # fmt: skip
 
-    def is_fitted(self, options: DualConfig) -> bool:
-        """Return whether an earlier run left this fit in the cache."""
-        seed, cache = self.config.seed, cache_root(self.config.cache_dir)
+    def count_finished(self, options: DualConfig) -> tuple[int, int]:
+        """Count the sequences and the layers of a fit that earlier runs left in the cache."""
+        seed, cache, methods = self.config.seed, cache_root(self.config.cache_dir), sorted(dual_methods(self.model))
         sample = self.sequences.sample(options.calibration_sequences, seed + 1)
-        key = (get_fit_key(options), sorted(dual_methods(self.model)), seed)
-        with open_fit(cache, self.model, sample, self.precision, [], *key) as folder:
-            return any(folder.glob("*.safetensors"))
+        with open_fit(cache, self.model, sample, self.precision, [], get_fit_key(options), methods, seed) as folder:
+            if (folder / "layers.safetensors").exists():
+                is_measured = any(folder.glob("curves*"))
+                return len(sample) - options.validation_sequences * (not is_measured), len(methods)
+            layers, parts = (len([*folder.glob(f"parts/{name}*")]) for name in ("layer", ""))
+            return parts - layers, layers
