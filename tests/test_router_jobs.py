@@ -60,7 +60,7 @@ def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
     assert f"{record.tokens_seen}, focus_dual {tokens:.0f}" in (adapter.parent / "table.md").read_text()
     assert read_description(adapter)["method"] == "focus_dual"
     again = run(*tiny(tmp_path, "refit"), *options, estimated=True)
-    assert re.search(r"estimate: [\d.]+ minutes \(training [\d.]+, scoring [\d.]+\)", again.out), "the fit is in the cache"
+    assert re.search(r"estimate: [\d.]+ minutes \(training [\d.]+, scoring [\d.]+\)", again.out)
     assert run(*without_attention(tiny(tmp_path, "again")), "job=evaluate", f"adapter={adapter}").code == 0
     assert record_of(tmp_path / "again").find("nll", "focus_dual") == record.find("nll", "focus_dual")
 

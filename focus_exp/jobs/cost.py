@@ -185,8 +185,8 @@ class CostEstimator:
 
     def time_fit(self, options: AttentionConfig) -> None:
         """Add what is left of the importance pass over the calibration sequences and of the fit of every layer."""
-        assert isinstance(options, FitOptions)
         recorded, fitted = self.count_finished(options) if isinstance(options, DualConfig) else (0, 0)
+        assert isinstance(options, FitOptions)
         methods, (tokens,) = attached_methods(self.model), self.sequences.sample(1, 0)
         if (recorded, fitted) == (options.calibration_sequences, len(methods)):
             return
