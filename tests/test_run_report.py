@@ -50,21 +50,25 @@ def test_loss_curves_continue_over_phases():
     assert figures.loss_curves([]) is None
 
 
-def make_points():
-    cells = {"experiment": "frontier", "variant": "v", "seeds": 1, "low": 0.5, "high": 2.0, "change": 1.0}
+def make_points(models=("a",)):
+    cells = {"experiment": "frontier", "data": "books", "low": 0.5, "high": 2.0, "change": 1.0}
     return pd.DataFrame(
         [
-            {**cells, "tokens": tokens, "method": method, "density": density, "sparsity": 1 - density}
-            for tokens in (1024, 8192)
+            {**cells, "model": model, "tokens": tokens, "method": method, "density": density, "sparsity": 1 - density}
+            for model in models
+            for tokens in (1024, 4096, 8192)
             for method in figures.FAMILIES
             for density in (0.2, 0.4)
         ]
     )
 
 
-def test_frontier_labels_every_curve():
-    panels = figures.frontier(make_points()).axes
-    assert len(panels) == 2
+@pytest.mark.parametrize(
+    ("models", "titles"), [("a", ["1,024 tokens", "8,192 tokens"]), ("abc", [f"{m}, books" for m in "abc"])]
+)
+def test_frontier_labels_every_curve(models, titles):
+    panels = figures.frontier(make_points(models)).axes
+    assert [ax.get_title() for ax in panels] == titles
     for ax in panels:
         assert {text.get_text() for text in ax.texts} == set(figures.FAMILIES)
 

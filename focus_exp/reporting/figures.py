@@ -22,6 +22,7 @@ from focus_exp.storage import replace_file
 
 # Okabe and Ito's palette, safe for colour-blind readers; black is the base model
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
+FRONTIER_LENGTHS, MODEL_LENGTH = (1024, 8192), 4096  # tokens: panels of one model; panels of several
 # no dates or versions: the same data give the same bytes
 FORMATS: dict[str, dict[str, Any]] = {
     "png": {"dpi": 150, "metadata": {"Software": None}},
@@ -71,25 +72,32 @@ def write_report_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> di
 # --- figures of the report ---
 
 
-def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> Figure | None:
-    """Plot perplexity change against density: a panel a length, a curve a method."""
-    lengths = tuple(length for length in lengths if (points.tokens == length).any())
-    known = points[points.tokens.isin(lengths) & points.method.isin(FAMILIES) & (points.sparsity > 0)]
-    if known.empty:
+def frontier(points: pd.DataFrame) -> Figure | None:
+    """Plot perplexity change against density, a curve a method: a panel a model, or a length where there is one."""
+    known = points[points.method.isin(FAMILIES) & (points.sparsity > 0)]
+    at = known[(known.tokens == MODEL_LENGTH) & (known.experiment == "frontier")]
+    if at.model.nunique() > 1:
+        panels = {f"{model}, {data}": x for (model, data), x in at.groupby(["model", "data"], sort=False)}
+        where = f" at {MODEL_LENGTH:,} tokens"
+    else:
+        panels = {f"{n:,} tokens": x for n in FRONTIER_LENGTHS if len(x := known[known.tokens == n])}
+        where = ""
+    if not panels:
         return None
-    title = "Perplexity change against density of the causal QK pairs (95 % CI; lower left is better)"
-    figure, axes = make_figure(title, 4.8, ncols=len(lengths), sharey=True, squeeze=False)
+    title = f"Perplexity change against density of the causal QK pairs{where} (95 % CI; lower left is better)"
+    figure, axes = make_figure(title, 4.8, ncols=len(panels), sharey=True, squeeze=False)
     colors = dict(zip(FAMILIES, COLORS, strict=False))
-    top = 1.2 * known.high.fillna(known.change).max()
+    shown = pd.concat(panels.values())
+    top = 1.2 * shown.high.fillna(shown.change).max()
     axes.flat[0].set_yscale("symlog", linthresh=1)
     axes.flat[0].set(ylabel="perplexity change [%]", ylim=(-0.1, top))
     ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < top]
     axes.flat[0].set_yticks(ticks, [f"+{tick:g}" if tick else "0" for tick in ticks])
     axes.flat[0].yaxis.set_minor_locator(NullLocator())
     curves: dict[Axes, list[tuple[str, str, np.ndarray, np.ndarray]]] = {}
-    for ax, length in zip(axes.flat, lengths, strict=True):
+    for ax, (name, panel) in zip(axes.flat, panels.items(), strict=True):
         for method, color in colors.items():
-            curve = known[(known.tokens == length) & (known.method == method)].sort_values("density")
+            curve = panel[panel.method == method].sort_values("density")
             if curve.empty:
                 continue
             x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
@@ -97,9 +105,7 @@ def frontier(points: pd.DataFrame, lengths: tuple[int, ...] = (1024, 8192)) -> F
             ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
             curves.setdefault(ax, []).append((method, color, x, y))
         ax.axhline(0, color="black", linewidth=1)
-        ax.set(
-            title=f"{length:,} tokens", xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20)
-        )
+        ax.set(title=name, xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20))
     figure.draw_without_rendering()  # the layout decides where the labels go
     for ax, names in curves.items():
         _label_curves(ax, names)

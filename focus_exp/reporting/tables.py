@@ -60,6 +60,8 @@ def frontier(results: Results) -> pd.DataFrame:
             continue
         rows.append(
             {
+                "model": row.model,
+                "data": row.data,
                 "experiment": row.experiment,
                 "variant": row.variant,
                 "tokens": tokens,
@@ -80,10 +82,11 @@ def frontier(results: Results) -> pd.DataFrame:
 
 
 def methods(results: Results) -> pd.DataFrame:
-    """Return sparsity, ΔPPL by length, parameters and speed of each method."""
+    """Return sparsity, ΔPPL by length, parameters and speed of each method, on the model with most points."""
     points = frontier(results)
     if points.empty:
         return points
+    points = points[(points.model == points.model.mode()[0]) & (points["data"] == points["data"].mode()[0])]
     speeds = select(results.complete, {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu"})
     rows = []
     for label, variant in METHODS.items():
@@ -91,14 +94,36 @@ def methods(results: Results) -> pd.DataFrame:
         curve = curve[curve.experiment == ("frontier" if (curve.experiment == "frontier").any() else "compare")]
         if curve.empty:
             continue
-        cells: dict[str, Any] = {"method": label, "variant": variant, "experiment": curve.iloc[0].experiment}
-        for tokens in LENGTHS:
-            at = curve[curve.tokens == tokens]
-            first = at.iloc[0] if len(at) else None
-            for name in ("sparsity", "change", "low", "high", "seeds"):
-                cells[f"{name}_{tokens}"] = None if first is None else first[name]
-        rows.append(cells | {"trainable_params": curve.iloc[0].trainable_params, **_find_speedups(variant, speeds)})
+        cells = {"method": label, "variant": variant, "experiment": curve.iloc[0].experiment}
+        cells |= _changes_by_length(curve) | {"trainable_params": curve.iloc[0].trainable_params}
+        rows.append(cells | _find_speedups(variant, speeds))
     return pd.DataFrame(rows)
+
+
+def models(results: Results) -> pd.DataFrame:
+    """Return sparsity and ΔPPL by length of each method of the frontier on each model and data set."""
+    points = frontier(results)
+    if points.empty:
+        return points
+    points = points[points.experiment == "frontier"]
+    labels = {variant: label for label, variant in METHODS.items()}
+    rows = [
+        {"model": model, "data": data, "method": label, "variant": variant} | _changes_by_length(curve)
+        for (model, data), on_model in points.groupby(["model", "data"], sort=False)
+        for variant, label in labels.items()
+        if len(curve := on_model[on_model.variant == variant])
+    ]
+    return pd.DataFrame(rows)
+
+
+def _changes_by_length(curve: pd.DataFrame) -> dict[str, Any]:
+    cells: dict[str, Any] = {}
+    for tokens in LENGTHS:
+        at = curve[curve.tokens == tokens]
+        first = at.iloc[0] if len(at) else None
+        for name in ("sparsity", "change", "low", "high", "seeds"):
+            cells[f"{name}_{tokens}"] = None if first is None else first[name]
+    return cells
 
 
 def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:
@@ -260,6 +285,6 @@ def runs(results: Results) -> pd.DataFrame:
 
 
 OWN_TABLES: dict[str, Callable[[Results], pd.DataFrame]] = {
-    "methods": methods, "frontier": frontier, "speed": speed, "differences": differences, "pitfalls": pitfalls,
-    "runs": runs,
+    "methods": methods, "models": models, "frontier": frontier, "speed": speed, "differences": differences,
+    "pitfalls": pitfalls, "runs": runs,
 }  # fmt: skip
