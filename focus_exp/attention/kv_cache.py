@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.dense import masked_attention
@@ -23,9 +22,7 @@ from focus_exp.attention.selection import (
     for_each_head,
     groups_overlap,
     is_local_or_sink,
-    reorder,
     row_blocks,
-    stable_order,
 )
 
 BLOCK = 256  # queries at a time
@@ -41,8 +38,6 @@ class GroupedCache:
     Attributes:
         length: tokens appended, padding included.
         start: `(B,)` int, where the sequence of each row's last token begins.
-        visible: `(B, length)` bool, tokens that are not padding, in the model's order; None where `start` says it.
-        changes: counter of changes other than appending.
         pairs_read: by the last `attend`, per key/value head.
     """
 
@@ -56,8 +51,6 @@ class GroupedCache:
         self.start: Tensor | None = None
         self.placed = -1  # position of a token that `attend_token` has stored, but not counted yet
         self.slots: Tensor | None = None  # its buckets `(R,)`, -1 where the pool has no place for it
-        self.changes = 0
-        self.visible: Tensor | None = None
         self.pairs_read = 0
 
     @property
@@ -77,28 +70,13 @@ class GroupedCache:
         """
         if self.count_stored_token(k.shape[2], sequence):
             return
-        visible, start, order, valid = self.visible, sequence.start[:, -1] + self.length, sequence.order, sequence.valid
-        if order is not None:
-            valid = sequence.valid_or_all()
-            visible = torch.cat([self.visible_tokens(k), valid.gather(1, order.argsort(1))], 1)
+        start = sequence.start[:, -1] + self.length
         selection, sequence, self.heads = fold_heads(selection, sequence)
         if self.heads > 1:
             k, v = (x.unflatten(1, (self.heads, -1)).flatten(0, 1) for x in (k, v))
         k, v = (x.detach().transpose(1, 2) for x in (k, v))
-        tokens = [k, v, key_members(selection, k)]
-        if order is None:
-            self.append_rows(tokens, sequence)
-            self.start = start
-            if visible is not None:
-                self.visible = torch.cat([visible, torch.ones_like(visible[:, :1]).expand(-1, k.shape[1])], 1)
-            return
-        assert valid is not None and visible is not None
-        valid, starts = valid.repeat_interleave(self.heads, 0), sequence.start + self.length
-        if self.length:
-            *before, kept = self.collect_tokens()
-            tokens = [torch.cat(pair, 1) for pair in zip(before, tokens, strict=True)]
-            valid, starts = torch.cat([kept, valid], 1), torch.cat([self.token_starts(), starts], 1)
-        self.rebuild(tokens, valid, starts, visible)
+        self.append_rows([k, v, key_members(selection, k)], sequence)
+        self.start = start
 
     def count_stored_token(self, count: int, sequence: Sequence) -> bool:
         """Count the token that `attend_token` has stored; False where it did not store this one."""
@@ -109,8 +87,6 @@ class GroupedCache:
             return False
         self.pool.table.numpy()[slots.numpy(), 3] += 1  # a tenth of the time of torch's index_put_
         self.start = sequence.start[:, -1] + self.length
-        if self.visible is not None:
-            self.visible = F.pad(self.visible, (0, 1), value=True)
         self.length += 1
         return True
 
@@ -134,98 +110,19 @@ class GroupedCache:
         self.pool.append(tokens, pooled)
         self.length += count
 
-    def rebuild(self, tokens: list[Tensor], kept: Tensor, starts: Tensor, visible: Tensor) -> None:
-        """Store the `kept` tokens again, each row's last one at the end.
-
-        Args:
-            tokens: k, v `(R, n, G, D)` and members `(R, n, K)`.
-            kept: `(R, n)` bool.
-            starts: `(R, n)` int, where the sequence of each token begins, or less than 0.
-            visible: `(B, length)` bool, positions that hold a token, in the model's order.
-        """
-        length = visible.shape[1]
-        order = stable_order(kept)[:, kept.shape[1] - length :]
-        valid = kept.gather(1, order)
-        self.local = self.pool = self.start = self.visible = None
-        self.length, self.placed = 0, -1
-        if not length:
-            return
-        earlier = F.pad(kept.cumsum(1), (1, 0)).gather(1, starts.clamp(min=0))  # kept tokens of earlier sequences
-        starts = (length - kept.sum(1, keepdim=True) + earlier).where(starts >= 0, starts)
-        start = starts.gather(1, order)
-        self.append_rows([reorder(x, order, 1) for x in tokens], Sequence(start, valid))
-        self.start, self.visible = start[:: self.heads, -1].clamp(min=0), visible
-
-    def token_starts(self) -> Tensor:
-        """Return `(R, length)` int, where each token's sequence begins; negative for sequences that ended."""
-        assert self.start is not None
-        start = self.start.repeat_interleave(self.heads)[:, None]
-        position = torch.arange(self.length, device=start.device)
-        return start.where(position >= start, -self.sinks - 1 - self.length).expand(-1, self.length)
-
-    def start_after(self, visible: Tensor) -> Tensor:
-        """Return `(B,)`, where the last sequences will begin after `keep_only(visible)`."""
-        assert self.start is not None
-        kept = visible.gather(1, stable_order(self.visible_tokens(visible)))
-        position = torch.arange(self.length, device=visible.device)
-        return self.length - (kept & (position >= self.start[:, None])).sum(1)
-
-    def collect_tokens(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return k, v `(R, length, G, D)`, members `(R, length, K)` and `stored_mask()`, by position."""
-        assert self.local is not None and self.pool is not None
-        keys, values, _, members = self.local.tensors
-        k, v, m = (x.new_zeros(len(x), self.length, *x.shape[2:]) for x in (keys, values, members))
-        rows, positions, columns = self.stored_sinks()
-        for to, x in zip((k, v, m), (keys, values, members), strict=True):
-            to[rows, positions] = x[rows, columns]
-        for row, group_set, stored in self.pool.iter_buckets():
-            positions = self.pool.tensors[2][stored]
-            one = members.new_zeros(members.shape[-1])
-            one[list(group_set)] = True
-            k[row, positions], v[row, positions] = (x[stored] for x in self.pool.tensors[:2])
-            m[row, positions] = one
-        return k, v, m, self.stored_mask()
-
-    def stored_mask(self) -> Tensor:
-        """Return `(R, length)` bool, positions that hold a token and not padding."""
-        assert self.local is not None and self.pool is not None
-        mask = self.local.index.new_zeros(len(self.local.index), self.length, dtype=torch.bool)
-        rows, positions, _ = self.stored_sinks()
-        mask[rows, positions] = True
-        for row, _, stored in self.pool.iter_buckets():
-            mask[row, self.pool.tensors[2][stored]] = True
-        return mask
-
-    def stored_sinks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows of the stored sinks, their positions, and their columns in the local buffer."""
-        assert self.local is not None
-        rows, columns = (self.local.index[:, : self.sinks] >= 0).nonzero(as_tuple=True)
-        return rows, self.local.index[rows, columns], columns
-
-    def visible_tokens(self, like: Tensor) -> Tensor:
-        """Return `(B, length)` bool, tokens that are not padding in the model's order; `like` has B rows."""
-        if self.visible is not None:
-            return self.visible
-        if not self.length:
-            return torch.ones(len(like), 0, dtype=torch.bool, device=like.device)
-        return self.stored_mask()[:: self.heads]
-
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """Return k, v `(B, G, length, D)` in the order of the model's tokens, zeros at padding."""
-        k, v, *_ = self.collect_tokens()
-        if self.visible is not None:  # stored with padding first
-            back = stable_order(self.visible).argsort(1).repeat_interleave(self.heads, 0)
-            k, v = reorder(k, back, 1), reorder(v, back, 1)
-        k, v = (x.transpose(1, 2).unflatten(0, (-1, self.heads)).flatten(1, 2) for x in (k, v))
-        return k, v
-
-    def keep_only(self, visible: Tensor) -> None:
-        """Drop the tokens outside `visible` `(B, length)`, which a later mask hides."""
-        order = stable_order(self.visible_tokens(visible))  # position -> column of the mask
-        *tokens, kept = self.collect_tokens()
-        self.changes += 1
-        kept = kept & visible.gather(1, order).repeat_interleave(self.heads, 0)
-        self.rebuild(tokens, kept, self.token_starts(), visible)
+        """Return k, v `(B, G, length, D)`, zeros at padding."""
+        assert self.local is not None and self.pool is not None
+        index = self.local.index[:, : self.sinks]
+        rows, columns = (index >= 0).nonzero(as_tuple=True)
+        outputs = []
+        for local, pool in zip(self.local.tensors[:2], self.pool.tensors[:2], strict=True):
+            x = local.new_zeros(len(local), self.length, *local.shape[2:])
+            x[rows, index[rows, columns]] = local[rows, columns]
+            for row, _, stored in self.pool.iter_buckets():
+                x[row, self.pool.tensors[2][stored]] = pool[stored]
+            outputs.append(x.transpose(1, 2).unflatten(0, (-1, self.heads)).flatten(1, 2))
+        return outputs[0], outputs[1]
 
     def write_sinks(self, tokens: list[Tensor], sequence: Sequence) -> Tensor | None:
         """Store the sinks among new tokens; return `(R, n)` bool, the tokens to pool, or None for all."""
@@ -377,12 +274,10 @@ class GroupedCache:
 
     def reorder_rows(self, rows: Tensor) -> None:
         """Keep the sequences `rows` in this order, as beam search does; one may be repeated."""
-        self.changes += 1
         if self.local is None or self.pool is None or self.start is None:
             return
         rows, self.placed, self.slots = rows.to(self.start.device), -1, None
         self.start = self.start[rows]
-        self.visible = None if self.visible is None else self.visible[rows]
         rows = (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
         self.local.reorder_rows(rows)
         self.pool.reorder_rows(rows.tolist())
@@ -390,14 +285,7 @@ class GroupedCache:
     def crop(self, length: int) -> None:
         """Drop the tokens from position `length` on; the window is then refilled from the pool."""
         length = max(0, min(self.length, length))
-        if self.visible is not None and length < self.length:
-            visible = self.visible[:, :length]
-            *tokens, kept = self.collect_tokens()
-            left = visible.sum(1).repeat_interleave(self.heads)[:, None]
-            self.changes += 1
-            self.rebuild(tokens, kept & (kept.cumsum(1) <= left), self.token_starts(), visible)
-            return
-        self.length, self.placed, self.changes = length, -1, self.changes + 1
+        self.length, self.placed = length, -1
         if self.local is None or self.pool is None or self.start is None:
             return
         self.start = self.start.clamp(max=length)

@@ -23,16 +23,11 @@ class Sequence:
         valid: `(B, T)` bool, False on padding; None without padding.
         allowed: `(B or 1, 1, T, T)` bool, the base model's mask where it is more than causality and padding (sliding
             layers, chunks, packed sequences); else None.
-        order: `(B, T)` int, the original index of each token where padding inside a row was moved behind its tokens;
-            None if nothing moved. Windows and sinks then count the tokens of a row as if the row were alone.
-        kept: `(B, past)` bool, cached tokens that the mask still shows; None if all.
     """
 
     start: Tensor
     valid: Tensor | None = None
     allowed: Tensor | None = None
-    order: Tensor | None = None
-    kept: Tensor | None = None
 
     @staticmethod
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
@@ -183,20 +178,6 @@ def sequence_starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> T
     """
     position = torch.arange(past, past + first.shape[1], device=first.device)
     return torch.where(first == position, position, before).cummax(1).values
-
-
-def stable_order(key: Tensor) -> Tensor:
-    """Return `(B, T)` int, the stable order of a bool key `(B, T)`: False first."""
-    return key.byte().argsort(dim=1, stable=True)
-
-
-def reorder(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
-    """Reorder dimension `dim` of x `(B, ...)`, each row by its own `order` `(B, T)`."""
-    if order is None:
-        return x
-    shape = [1] * x.ndim
-    shape[0], shape[dim] = order.shape
-    return x.gather(dim, order.view(shape).expand(*x.shape[:dim], order.shape[1], *x.shape[dim + 1 :]))
 
 
 def local_only_selection(sequence: Sequence) -> Selection:

@@ -6,7 +6,7 @@ window and the sinks. The cache object keeps its class and identity; only the at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,29 +24,12 @@ from transformers.cache_utils import (
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.kv_cache import GroupedCache
-from focus_exp.attention.selection import Sequence
 from focus_exp.errors import UserError
 
 # its sizes are Python numbers that change with every token
 run_eagerly = torch.compiler.disable(
     reason="a grouped KV cache cannot be compiled; pass use_cache=False, or leave fullgraph=False"
 )
-
-
-class SequenceMemo:
-    """The `Sequence`s of the current step, shared by layers with one mask."""
-
-    def __init__(self) -> None:
-        self.step: tuple[object, ...] = ()
-        self.sequences: dict[int, tuple[object, Sequence]] = {}  # by the id of the mask, which is kept alive
-
-    def get(self, mask: object, step: tuple[object, ...], describe: Callable[[], Sequence]) -> Sequence:
-        """Return the sequence for `mask` at `step`; call `describe` on a miss."""
-        if step != self.step:
-            self.step, self.sequences = step, {}
-        if id(mask) not in self.sequences:
-            self.sequences[id(mask)] = mask, describe()
-        return self.sequences[id(mask)][1]
 
 
 class FocusLayer(DynamicLayer):
@@ -59,12 +42,12 @@ class FocusLayer(DynamicLayer):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None = None) -> None:
-        self.prepare(method, memo, max_cache_len)
+    def __init__(self, method: AttentionMethod, max_cache_len: int | None = None) -> None:
+        self.prepare(method, max_cache_len)
 
-    def prepare(self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None) -> None:
+    def prepare(self, method: AttentionMethod, max_cache_len: int | None) -> None:
         self.window, self.sinks, self.groups_of = method.window, method.sinks, method.kv_cache_key()
-        self.memo, self.max_cache_len = memo, max_cache_len
+        self.max_cache_len = max_cache_len
         self.grouped = GroupedCache(self.window, self.sinks)
         self.expected = False  # set by the layer's hook: its attention can read groups
         self.is_initialized = False
@@ -140,9 +123,9 @@ class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
     device: Any
     dtype: Any
 
-    def __init__(self, method: AttentionMethod, memo: SequenceMemo, max_cache_len: int | None, states: int) -> None:
+    def __init__(self, method: AttentionMethod, max_cache_len: int | None, states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=states)
-        self.prepare(method, memo, max_cache_len)
+        self.prepare(method, max_cache_len)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
@@ -247,16 +230,16 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
         raise UserError(f"no KV cache for {reason}. Or pass use_cache=False, which recomputes all tokens.")
     if cache is None:
         cache = DynamicCache(config=config)
-    target, memo = getattr(cache, "self_attention_cache", cache), SequenceMemo()
+    target = getattr(cache, "self_attention_cache", cache)
     before = dict(enumerate(target.layers))
     target.layers = [
-        make_layer(layer, before.get(index), methods.get(index), memo)
+        make_layer(layer, before.get(index), methods.get(index))
         for index, layer in enumerate(DynamicCache(config=config).layers)
     ]
     return cache
 
 
-def make_layer(dynamic: Any, before: Any, method: AttentionMethod | None, memo: SequenceMemo) -> Any:
+def make_layer(dynamic: Any, before: Any, method: AttentionMethod | None) -> Any:
     """Make the cache layer for one layer of the model.
 
     Args:
@@ -268,9 +251,9 @@ def make_layer(dynamic: Any, before: Any, method: AttentionMethod | None, memo: 
     if method is not None:
         capacity = before.get_max_length() if type(before) is StaticLayer else None
         if isinstance(dynamic, LinearAttentionLayer):
-            layer = FocusHybridLayer(method, memo, capacity, dynamic.number_of_states)
+            layer = FocusHybridLayer(method, capacity, dynamic.number_of_states)
         else:
-            layer = FocusLayer(method, memo, capacity)
+            layer = FocusLayer(method, capacity)
     elif isinstance(dynamic, DynamicSlidingWindowLayer):
         # attached layers keep tokens beyond a sliding window, and layers of one kind share their mask
         layer = DynamicLayer()

@@ -17,7 +17,7 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.dense import full_attention
 from focus_exp.attention.kernels import BackendUnsupported
 from focus_exp.attention.kv_cache import GroupedCache
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, reorder, sequence_starts, stable_order
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, sequence_starts
 from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import FocusLayer, count_cached_tokens, find_layer, run_eagerly
 from focus_exp.models.methods import IMPLEMENTATION, get_method
@@ -132,7 +132,7 @@ def route_hidden_states(
         method.path = "full"
         return None
     sequence = describe_sequence(h, mask)
-    selection = method("route", reorder(h, sequence.order, 1), sequence)
+    selection = method("route", h, sequence)
     return args, kwargs | {"routed": AttentionContext(sequence, selection, mask, None, 0, frozenset(given))}
 
 
@@ -143,10 +143,8 @@ def route_cached(
     """Route new tokens after those of a grouped cache."""
     cache = layer.grouped
     layer.expected = True
-    step = (cache.length, cache.changes, *h.shape[:2], h.device)
-    sequence = layer.memo.get(mask, step, lambda: describe_sequence(h, mask, cache))
-    selection = method("route", reorder(h, sequence.order, 1), sequence)
-    return AttentionContext(sequence, selection, mask, cache, cache.length, given)
+    sequence = describe_sequence(h, mask, cache)
+    return AttentionContext(sequence, method("route", h, sequence), mask, cache, cache.length, given)
 
 
 def can_skip_routing(method: AttentionMethod, cache: Cache | None, new: int) -> bool:
@@ -158,93 +156,31 @@ def can_skip_routing(method: AttentionMethod, cache: Cache | None, new: int) -> 
     return count_cached_tokens(cache, method.shape.index, new) > 0
 
 
-def describe_sequence(h: Tensor, mask: Tensor | None, cache: GroupedCache | None = None) -> Sequence:
+def describe_sequence(h: Tensor, mask: Any, cache: GroupedCache | None = None) -> Sequence:
     """Describe starts and padding of the sequences of `h` `[B, T, ...]` by the mask.
 
     With tokens in a cache starts are counted from the first new one, so that some are negative.
     """
     batch, length = h.shape[:2]
-    past, before = (0, None) if cache is None else (cache.length, cache.start)
+    past = 0 if cache is None else cache.length
+    before = torch.zeros(batch, 1, dtype=torch.long, device=h.device)
+    if cache is not None and cache.start is not None:
+        before = cache.start[:, None]
     mask = normalize_mask(mask)
-    valid = allowed = order = kept = None
     if mask is None:
-        first = torch.zeros(batch, length, dtype=torch.long, device=h.device)
-    else:
-        if mask.shape[-1] < past + length or mask.shape[0] not in (1, batch):
-            raise UserError(f"attention_mask must have {past + length} columns, past and new (got {mask.shape[-1]}).")
-        # not sliced in vain: layers of one kind share their mask; that of a preallocated cache is wider
-        mask = mask if mask.shape[-1] == past + length else mask[..., : past + length]
-        is_full = mask.shape[2] == length
-        if is_full:
-            check_causal(mask, past)
-        mask, order, kept = move_padding(mask, batch, length, cache)
-        if kept is not None and cache is not None:
-            before = cache.start_after(kept)
-        first = mask[:, 0].byte().argmax(-1).expand(batch, length)
-        if is_full:
-            allowed = mask
-            valid = mask[:, 0].diagonal(past, 1, 2).expand(batch, length)
-            valid = None if is_all_true(valid) else valid
-        else:  # padding alone
-            valid = mask[:, 0, 0, past:].expand(batch, length)
-    start = sequence_starts(first, past, 0 if before is None else before[:, None])
-    return Sequence(start=start - past, valid=valid, allowed=allowed, order=order, kept=kept)
-
-
-def move_padding(
-    mask: Tensor, batch: int, length: int, cache: GroupedCache | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Move masked places behind a row's new tokens, so that it is computed as alone.
-
-    Args:
-        mask: `[B or 1, 1, 1 or T, past + T]` bool, columns as the model counts them.
-        length: T, the number of new tokens.
-        cache: of the tokens before them.
-
-    Returns:
-        The mask of the rearranged tokens; `order` and `kept` of the `Sequence`.
-    """
-    past, is_full = 0 if cache is None else cache.length, mask.shape[2] == length
-    visible = find_visible(mask, past, length).expand(batch, -1)
-    is_known = has_values(mask)
-    if not is_known and not torch.compiler.is_compiling():
-        return mask, None, None
-    has_begun = visible.cumsum(1) > 0
-    gap = has_begun & ~visible
-    if cache is None:  # padding at the end needs no care
-        gap = (gap.cumsum(1) > 0) & visible
-    moves = not is_known or bool(gap.any()) or (cache is not None and cache.visible is not None)
-    order, kept = stable_order(~visible[:, past:]), None
-    columns = past + order
-    if cache is not None and past and (moves or not is_full):
-        cached = cache.visible_tokens(visible)
-        hidden = cached & ~visible[:, :past]
-        if is_full:  # the base's sliding window also hides what is before it
-            hidden = hidden & has_begun[:, :past]
-        cached = cached & ~hidden
-        if bool(hidden.any()):
-            moves, kept = True, cached
-        columns = torch.cat([stable_order(cached), columns], 1)
-    if not moves:
-        return mask, None, None
-    mask = mask.expand(batch, -1, -1, -1)
-    mask = mask.gather(-1, columns[:, None, None].expand_as(mask))
-    if is_full:
-        mask = reorder(mask, order, 2)
-    is_unmoved = is_known and bool(visible[:, past:].all())
-    return mask, None if is_unmoved else order, kept
-
-
-def find_visible(mask: Tensor, past: int, length: int) -> Tensor:
-    """Find the tokens `[B or 1, past + T]` that a mask does not hide."""
-    if mask.shape[2] != length:
-        return mask[:, 0, 0]
-    new = mask[:, 0].diagonal(past, 1, 2)
-    if not past:
-        return new
-    row = new.byte().argmax(1)  # the first new token
-    before = mask[:, 0].gather(1, row[:, None, None].expand(-1, 1, mask.shape[-1]))[:, 0, :past]
-    return torch.cat([before, new], 1)
+        return Sequence(start=(before - past).expand(batch, length))
+    if mask.shape[-1] < past + length or mask.shape[0] not in (1, batch):
+        raise UserError(f"attention_mask must have {past + length} columns, past and new (got {mask.shape[-1]}).")
+    mask = mask[..., : past + length]  # that of a preallocated cache is wider
+    if past and mask.shape[2] != length:  # it may hide cached tokens
+        mask = mask & torch.ones_like(mask[..., :1, :]).expand(-1, -1, length, -1).tril(past)
+    first = mask[:, 0].byte().argmax(-1).expand(batch, length)
+    start = sequence_starts(first, past, before) - past
+    if mask.shape[2] != length:  # padding alone
+        return Sequence(start, valid=mask[:, 0, 0].expand(batch, length))
+    check_causal(mask, past)
+    valid = mask[:, 0].diagonal(past, 1, 2).expand(batch, length)
+    return Sequence(start, valid=None if is_all_true(valid) else valid, allowed=mask)
 
 
 def routed_attention(
@@ -316,14 +252,13 @@ def attend_all(
     args: AttentionArgs,
 ) -> Tensor:
     """Compute an attached layer for sequences without tokens in a cache."""
-    q, k, v = (reorder(x, sequence.order, 2) for x in (q, k, v))
     try:
         out = method("attend", q, k, v, selection, sequence, args)
     except BackendUnsupported as error:
         raise UserError(str(error)) from None
     for observer in method.observers:  # only now, because some methods choose their pairs while they attend
         observer(method.shape.index, method, selection, sequence)
-    return restore_order(out, sequence)
+    return out
 
 
 @run_eagerly
@@ -339,26 +274,17 @@ def attend_cached(
         raise key_count_error(q, k)
     if cache.length != context.past:
         raise UserError("a layer computes attention more than once; a grouped KV cache would keep its keys twice")
-    new_k, new_v = reorder(k, sequence.order, 2), reorder(v, sequence.order, 2)
     if cache.length:
-        if sequence.kept is not None:
-            cache.keep_only(sequence.kept)
         method.path = "cached"
-        out = cache.attend(reorder(q, sequence.order, 2), new_k, new_v, selection, sequence, args)
-        out = restore_order(out, sequence)
+        out = cache.attend(q, k, v, selection, sequence, args)
     else:
         out = attend_all(method, q, k, v, selection, sequence, args)
-    cache.append(new_k, new_v, selection, sequence)
+    cache.append(k, v, selection, sequence)
     return out
 
 
 def key_count_error(q: Tensor, k: Tensor) -> UserError:
     return UserError(f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens")
-
-
-def restore_order(x: Tensor, sequence: Sequence) -> Tensor:
-    """Undo `sequence.order` in x `[B, H, T, D]`."""
-    return x if sequence.order is None else reorder(x, sequence.order.argsort(1), 2)
 
 
 def cast_to_autocast(*tensors: Tensor) -> list[Tensor]:
