@@ -49,7 +49,7 @@ from focus_exp.training.phases import set_training_mode
 from focus_exp.training.warm_start import AttentionProbe, fit_router, run_forward
 
 TIMED_STEPS = (4, 12)  # steps of a layer-wise fit: the difference leaves out what does not grow with them
-MAX_PASSES, TIMING_SECONDS = 3, 4.0  # passes that are timed, and seconds after which there is no further one
+PASSES, TIMING_SECONDS = (2, 4), 4.0  # passes that are timed, at least and at most; seconds that end the latter
 
 
 class CostEstimator:
@@ -96,7 +96,8 @@ class CostEstimator:
     def time_pass(self, work: Work) -> float:
         """Return the least seconds of several passes: other programs only add to them, and the first one allocates."""
         seconds: list[float] = []
-        while not seconds or (len(seconds) < MAX_PASSES and sum(seconds) < TIMING_SECONDS):
+        least, most = PASSES
+        while len(seconds) < least or (len(seconds) < most and sum(seconds) < TIMING_SECONDS):
             seconds.append(time_once(work, self.precision.device))
         return min(seconds)
 
@@ -193,7 +194,7 @@ class CostEstimator:
         changed: Any = options
         device, layers = self.precision.device, list(methods)[: count_fit_threads(self.precision.device)]
         with tempfile.TemporaryDirectory() as folder:
-            folders = (Path(folder) / str(number) for number in range(1, MAX_PASSES + 1))
+            folders = (Path(folder) / str(number) for number in range(PASSES[1]))
             record = partial(record_observations, self.model, methods, [tokens], self.precision)
             seconds = self.time_pass(lambda: record(next(folders)))
             self.seconds["fit"] += seconds * (options.calibration_sequences - recorded)

@@ -38,6 +38,7 @@ from focus_exp.training.precision import Precision
 MAX_THREADS = 4  # layers that are fitted at a time: each takes about 0.4 GB in SmolLM2-135M
 TOP_KEYS = 48  # stored per query: they hold 99 % of its importance in SmolLM2-135M
 ROWS = 64  # queries at a time
+LOSS_ROWS = 256  # tokens whose loss is computed at a time
 
 
 @dataclass
@@ -178,8 +179,19 @@ def backpropagate(
     with swap_methods(model, dict(probes)), precision.context(), torch.enable_grad():
         embedded = model.get_input_embeddings()(tokens[None].to(model.device)).detach().requires_grad_(True)
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
-        loss = F.cross_entropy(logits.float(), tokens[1:].to(logits.device), reduction="sum")
-        torch.autograd.grad(loss, embedded)
+        torch.autograd.grad(logits, embedded, loss_gradient(logits.detach(), tokens[1:].to(logits.device)))
+
+
+def loss_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the gradient of the summed cross entropy with respect to logits `(T, V)`, given targets `(T,)`.
+
+    In chunks of tokens: autograd would keep several float32 tensors of all logits, 2 GB each for Gemma's vocabulary.
+    """
+    gradient = torch.empty_like(logits)
+    for rows in row_blocks(len(targets), LOSS_ROWS):
+        p = logits[rows].float().log_softmax(-1).exp_()
+        gradient[rows] = p.scatter_add_(1, targets[rows, None], p.new_full((len(p), 1), -1.0))
+    return gradient
 
 
 def record_observations(
