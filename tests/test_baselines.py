@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from builders import make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_sequence
+from test_contract import WAYS
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, load_adapter, save_adapter
+from focus_exp import UserError, attach
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines import blocks, performer
 from focus_exp.attention.baselines.block_gate import BlockGate
@@ -28,31 +27,13 @@ from focus_exp.attention.baselines.performer import Performer, orthogonal_direct
 from focus_exp.attention.baselines.routing_transformer import RoutingTransformer
 from focus_exp.attention.baselines.sparq import SparQ
 from focus_exp.attention.baselines.top_tokens import BestTokens, TokenIndexer, TopTokens
-from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence
-from focus_exp.checks import parse
-from focus_exp.config import AttentionConfig, get_method_options, register_schemas
-from focus_exp.models.methods import attached_methods
+from focus_exp.config import get_method_options
 
 CONF = Path(__file__).parent.parent / "conf" / "attention"
 WIDTH, SIZE = 12, 6
-TINY: dict[str, tuple[str, dict[str, Any]]] = {
-    "longformer": ("longformer", {"window": 3, "global_tokens": 2}),
-    "longformer dilated": ("longformer", {"window": 3, "global_tokens": 1, "dilation": 3, "dilated_heads": 1}),
-    "performer": ("performer", {"features": 24}),
-    "routing_transformer": ("routing_transformer", {"groups": 4, "window": 2, "sinks": 1}),
-    "sparq": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2}),
-    "sparq mean": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2, "reallocate": True}),
-    "magicpig": ("magicpig", {"hash_bits": 4, "hash_tables": 12, "recent_tokens": 3, "sinks": 1}),
-    "best_tokens": ("best_tokens", {"density": 0.2, "window": 2, "sinks": 1}),
-    "token_indexer": ("token_indexer", {"tokens_kept": 3, "window": 2, "sinks": 1}),
-    "block_means": ("block_means", {"density": 0.4, "keys_per_block": 4, "window": 2, "sinks": 1}),
-    "block_gate": ("block_gate", {"density": 0.4, "keys_per_block": 4, "window": 2, "sinks": 1, "size": 2}),
-}
-FITTED = ("token_indexer", "block_gate")
-ways = pytest.mark.parametrize("way", TINY)
-families = pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])  # MHA, GQA, softcap and sliding layers
+BASELINES = [way for way, (name, *_) in WAYS.items() if not name.startswith(("focus", "key_gate"))]
 
 
 # the formulas, one query of one head at a time; each returns its output and the keys that it used
@@ -345,7 +326,7 @@ OPTIONS = {
     ),
     "magicpig": st.fixed_dictionaries(
         {
-            "hash_bits": st.integers(1, 4),
+            "hash_bits": st.sampled_from([1, 2, 4, 9]),  # codes of one byte and of two
             "hash_tables": st.integers(2, 9),
             "recent_tokens": st.integers(1, 4),
             "sinks": st.integers(0, 2),
@@ -434,23 +415,15 @@ def attended(method: AttentionMethod, tensors: list[Tensor], h: Tensor | None = 
     return method.attend(*tensors, method.route(h, sequence), sequence, AttentionArgs(scaling))
 
 
-def full(tensors: list[Tensor]) -> Tensor:
-    q, k, v = tensors
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    future = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
-    return s.masked_fill(future, -math.inf).softmax(-1) @ v
-
-
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@ways
+@pytest.mark.parametrize("way", BASELINES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("length", [70, 300])
 def test_baseline_low_precision_is_close_to_float64(way, dtype, tolerance, length):
-    name, options = TINY[way]
+    name, options, _ = WAYS[way]
     method = build(name, shape(), **options).eval()
     rounded = [t.to(dtype) for t in problem(length)]
     h = torch.randn(1, length, WIDTH)
@@ -459,32 +432,7 @@ def test_baseline_low_precision_is_close_to_float64(way, dtype, tolerance, lengt
     assert distance(out.double(), attended(method, [t.double() for t in rounded], h)) < tolerance
 
 
-@ways
-@pytest.mark.parametrize("length", [70, 300])
-def test_baseline_later_token_keeps_earlier_outputs(way, length):
-    """Of queries, keys and values; what the Routing Transformer's routing sees of later tokens is tested below."""
-    name, options = TINY[way]
-    method = build(name, shape(), **options).eval()
-    for dtype in (torch.float32, torch.bfloat16):
-        tensors = [t.to(dtype) for t in problem(length)]
-        other = [torch.cat([t[:, :, :41], 9 * t[:, :, 41:]], 2) for t in tensors]
-        before, after = attended(method, tensors), attended(method, other)
-        assert torch.equal(before[:, :, :41], after[:, :, :41])
-        assert not torch.equal(before[:, :, 41:], after[:, :, 41:])
-
-
 # what defines each method
-
-
-def test_performer_more_features_converge_to_softmax():
-    q, k, v = problem(40)
-    tensors = [0.4 * q, 0.4 * k, v]  # the variance grows with exp(|q + k|^2)
-    exact, errors = full(tensors), []
-    for features in (16, 256, 4096):
-        outputs = [attended(Performer.create(shape(), features=features, seed=seed), tensors) for seed in range(6)]
-        errors.append(sum(distance(out, exact) for out in outputs) / 6)
-    assert errors[0] > 2 * errors[1] > 4 * errors[2]
-    assert errors[2] < 0.05
 
 
 def test_performer_features_are_orthogonal_gaussian():
@@ -520,25 +468,6 @@ def test_performer_large_scores_stay_finite(dtype, scale):
     assert vanished < 0.1 if scale == 10 else vanished < 1
 
 
-def test_performer_prefix_sums_equal_pairwise():
-    tensors, sequence = problem(300), Sequence.plain(1, 300)
-    mask = torch.ones(300, 300, dtype=torch.bool).tril()[None, None]
-    method, outputs = Performer.create(shape(), features=40), []
-    for where, path in ((sequence, "prefix sums"), (Sequence(sequence.start, allowed=mask), "masked")):
-        outputs.append(method.attend(*tensors, Selection(), where, AttentionArgs(0.25)))
-        assert method.path == path
-    torch.testing.assert_close(*outputs)
-
-
-def test_routing_transformer_later_token_changes_earlier_outputs():
-    """A later token takes a place among the tokens of a centroid."""
-    method = RoutingTransformer.create(shape(), groups=2, tokens_per_group=5, window=1, sinks=0).eval()
-    assert not method.causal
-    tensors, h = problem(40), torch.randn(1, 40, WIDTH)
-    later = torch.cat([h[:, :30], method.centroids[:1].expand(10, -1)[None]], 1)
-    assert not torch.equal(attended(method, tensors, h)[:, :, :30], attended(method, tensors, later)[:, :, :30])
-
-
 def clusters(count: int, length: int) -> tuple[Tensor, Tensor]:
     """Hidden states `[1, T, E]` around `count` directions without mean, and which one each token belongs to."""
     centres = torch.randn(count, WIDTH)
@@ -569,7 +498,8 @@ def test_routing_transformer_centroids_find_clusters():
 
 def test_routing_transformer_padding_keeps_centroids():
     method = RoutingTransformer.create(shape(), groups=3, tokens_per_group=7, centroid_decay=0.0).train()
-    before, h = method.centroids.clone(), before_and_padding(method.centroids[1])
+    before = method.centroids.clone()
+    h = torch.tensor([1.0] * 5 + [-1] * 3)[None, :, None] * before[1]  # padding in the opposite direction
     valid = torch.arange(8)[None] < 5
     selection = method.route(h, Sequence(torch.zeros(1, 8, dtype=torch.long), valid=valid))
     assert torch.equal(selection.key_groups, valid[..., None].expand(1, 8, 3))
@@ -594,11 +524,6 @@ def test_routing_transformer_centroids_follow_all_processes(padded):
         torch.testing.assert_close(method.centroids, alone.centroids)
 
 
-def before_and_padding(direction: Tensor) -> Tensor:
-    """Five tokens in one direction, three of padding in the opposite."""
-    return torch.cat([direction.expand(5, -1), -direction.expand(3, -1)])[None]
-
-
 @pytest.mark.parametrize("name", ["performer", "sparq", "magicpig", "best_tokens", "token_indexer", "block_means"])
 def test_baseline_sink_logits_raise(name):
     q, k, v = problem(8)
@@ -606,18 +531,6 @@ def test_baseline_sink_logits_raise(name):
     with pytest.raises(ValueError, match=f"^{name} does not support .* sinks"):
         args = AttentionArgs(1.0, sink_logits=torch.zeros(q.shape[1]))
         build(name, shape()).attend(q, k, v, Selection(), sequence, args)
-
-
-@pytest.mark.parametrize(
-    ("bits", "tables", "kind"), [(8, 255, torch.uint8), (9, 5, torch.int16), (8, 256, torch.int16)]
-)
-def test_magicpig_small_codes_are_bytes(bits, tables, kind):
-    method = MagicPIG.create(shape(), hash_bits=bits, hash_tables=tables)
-    x = torch.randn(1, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
-    codes = method.codes(x)
-    signs = x @ method.directions[:, None, None, None] > 0
-    assert codes.dtype == kind and torch.equal(codes.long(), (signs * 2 ** torch.arange(bits)).sum(-1))
-    assert agree_twice(codes, codes)[0, 0, 0].diagonal().all()
 
 
 def test_magicpig_sampling_frequency_equals_probability():
@@ -645,20 +558,6 @@ def test_magicpig_tiny_probability_is_exact(cosine, bits, tables):
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-9)
     low = sampling_probability(torch.tensor(cosine), bits, tables).item()
     assert 0 < low <= 1 and low == pytest.approx(expected, rel=0.02, abs=1e-6)
-
-
-def test_magicpig_mean_over_seeds_approaches_full_attention():
-    tensors = problem(60, heads=2, key_heads=1, size=8)
-    exact, bias, spread = full(tensors), [], []
-    for tables in (4, 16, 64):
-        options = {"hash_bits": 3, "hash_tables": tables, "recent_tokens": 2, "sinks": 1}
-        outputs = [attended(MagicPIG.create(shape(2, 8), seed=seed, **options), tensors) for seed in range(60)]
-        bias.append(distance(torch.stack(outputs).mean(0), exact))
-        spread.append(sum(distance(out, exact) for out in outputs) / 60)
-    assert spread[0] > 1.5 * spread[1] > 3 * spread[2]
-    assert bias[0] > bias[1] > bias[2] and bias[1] < 0.5 * spread[1] and bias[2] < 0.05
-    near_only = attended(WindowOnly.create(shape(2, 8), window=1, sinks=1), tensors)
-    assert bias[0] < 0.5 * distance(near_only, exact)
 
 
 @pytest.mark.parametrize("name", ["performer", "magicpig"])
@@ -692,166 +591,23 @@ def test_baseline_invalid_option_raises(tiny_model, name, options, message):
         attach(tiny_model("llama"), name, **options)
 
 
-# on models
-
-
-def tokens_of(batch: int = 2, length: int = 40, seed: int = 0) -> Tensor:
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(100 * seed + length))
-
-
-def logits_of(model: PreTrainedModel, tokens: Tensor, **kwargs: Any) -> Tensor:
-    with torch.no_grad():
-        return model(tokens, **kwargs).logits
-
-
-@pytest.fixture
-def attached(tiny_model) -> Callable[..., PreTrainedModel]:
-    """attached(family, way): a tiny model on which the method matters at 40 tokens."""
-
-    def factory(family: str, way: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        if way == "performer" and family == "gemma2":
-            pytest.skip("gemma2 has a softcap, which performer refuses")
-        name, options = TINY[way]
-        torch.manual_seed(1)
-        return attach(tiny_model(family, dtype), name, **options)
-
-    return factory
-
-
 def test_performer_model_with_softcap_raises(tiny_model):
     with pytest.raises(UserError, match="performer does not support a softcap"):
         attach(tiny_model("gemma2"), "performer")
 
 
-@families
-@ways
-def test_baseline_detach_restores_base_logits(tiny_model, attached, family, way):
-    tokens = tokens_of()
-    base, model = logits_of(tiny_model(family), tokens), attached(family, way)
-    assert (logits_of(model, tokens) - base).abs().max() > 1e-3
-    with disable_method(model):
-        assert torch.equal(logits_of(model, tokens), base)
-    detach(model)
-    assert torch.equal(logits_of(model, tokens), base)
-    assert list(model.state_dict()) == list(tiny_model(family).state_dict())
-
-
-@families
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@ways
-def test_baseline_causal_flag_matches_behaviour(attached, family, dtype, way):
-    model = attached(family, way, dtype)
-    tokens, other = tokens_of(), tokens_of()
-    other[:, 23:] = (other[:, 23:] + 7) % 256
-    changed = logits_of(model, tokens) != logits_of(model, other)
-    assert changed[:, 23:].any()
-    assert bool(changed[:, :23].any()) is not is_causal(model)
-    assert is_causal(model) is (way != "routing_transformer")
-
-
-@families
-@ways
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_baseline_padded_row_equals_unpadded(attached, family, way, side):
-    model, lengths, longest = attached(family, way), (40, 17, 1), 40
-    batch, mask = torch.full((3, longest), 5), torch.zeros(3, longest, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        inside = slice(longest - length, None) if side == "left" else slice(length)
-        batch[row, inside], mask[row, inside] = tokens_of(1, length)[0], 1
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    together = logits_of(model, batch, attention_mask=mask, position_ids=positions)
-    assert together.isfinite().all()
-    for row, length in enumerate(lengths):
-        alone = logits_of(model, tokens_of(1, length))[0]
-        torch.testing.assert_close(together[row, mask[row].bool()], alone, atol=1e-5, rtol=1e-5)
-
-
-@families
-@ways
-def test_baseline_packed_sequences_are_independent(attached, family, way):
-    model, first, second = attached(family, way), tokens_of(1, 19), tokens_of(1, 23)
-    packed, positions = torch.cat([first, second], 1), torch.cat([torch.arange(19), torch.arange(23)])[None]
-    together = logits_of(model, packed, position_ids=positions)
-    alone = torch.cat([logits_of(model, first), logits_of(model, second)], 1)
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@ways
-def test_baseline_training_updates_base_only(attached, family, way):
-    model, tokens = attached(family, way).train(), tokens_of()
-    fitted = freeze(model, "router")  # to the base's own attention, not through the model
-    assert all(name.endswith("projection") for name in fitted) and bool(fitted) == (
-        way in ("token_indexer", "block_gate")
-    )
-    freeze(model, "all")
-    for name in fitted:
-        model.get_parameter(name).requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-
-
-@ways
-def test_baseline_gradient_checkpointing_keeps_gradients(attached, way):
-    results = []
-    for checkpointing in (False, True):
-        model = attached("llama", way).train()
-        if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        for seed in (0, 1):
-            model(tokens_of(seed=seed), labels=tokens_of(seed=seed)).loss.backward()
-        pair = [model(tokens_of(seed=seed), labels=tokens_of(seed=seed)).loss for seed in (2, 3)]
-        (pair[0] + 2 * pair[1]).backward()
-        moved = [buffer for method in attached_methods(model).values() for buffer in method.buffers()]
-        results.append([p.grad for p in model.parameters()] + moved)
-    for plain, checkpointed in zip(*results, strict=True):
-        torch.testing.assert_close(checkpointed, plain, atol=1e-6, rtol=1e-5)
-
-
-@ways
-def test_baseline_bf16_autocast_is_close_to_float32(attached, way):
-    model, tokens = attached("llama", way), tokens_of()
-    with torch.autocast("cpu", torch.bfloat16):
-        low = logits_of(model, tokens)
-    assert low.isfinite().all()
-    # hashes and choices of tokens turn over where numbers are rounded
-    assert distance(low.float(), logits_of(model, tokens)) < 0.35
-
-
-@ways
-def test_baseline_adapter_round_trip_keeps_logits(tiny_model, attached, tmp_path, way):
-    model = attached("llama", way)
-    loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))
-    assert torch.equal(logits_of(loaded, tokens_of()), logits_of(model, tokens_of()))
-
-
 # configuration
-
-
-def composed(name: str, *settings: str) -> AttentionConfig:
-    register_schemas()
-    with initialize_config_dir(str(CONF.parent), version_base="1.3"):
-        return parse(compose("config", [f"attention={name}", "recipe=none", *settings])).attention
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "full"))
 def test_baseline_yaml_builds_method(name):
-    config = composed(name, "seed=5")
+    config = make_config(f"attention={name}", "recipe=none", "seed=5").attention
     options = get_method_options(config)
     assert config.name == name and options.get("seed", 5) == 5
     assert type(build(config.method, shape(size=64), **options)) is METHODS[config.method]
 
 
 def test_method_options_reach_the_module():
-    config = composed("sparq_mean", "attention.tokens_kept=21")
+    config = make_config("attention=sparq_mean", "recipe=none", "attention.tokens_kept=21").attention
     method = build(config.method, shape(size=64), **get_method_options(config))
     assert isinstance(method, SparQ) and method.reallocate and method.distant_kept == 21 - 8
-    assert not build("sparq", shape(size=64), **get_method_options(composed("sparq"))).reallocate

@@ -1,0 +1,221 @@
+"""The contract of every method on models: off means off, causality, rows alone, one pass, gradients, adapters."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from builders import compute_logits, make_tokens
+from conftest import FAMILIES
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, load_adapter, save_adapter
+from focus_exp.attention.registry import METHODS
+from focus_exp.models.methods import attached_methods, set_routing
+
+NEAR = {"window": 2, "sinks": 1}
+DUAL = {"groups": 6, "top_k": 2}
+# way -> method, options that prune pairs of 40 tokens, routing
+WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "focus soft": ("focus", NEAR, {"hard": False}),
+    "focus": ("focus", NEAR, {"top_k": 1}),
+    "focus share": ("focus", NEAR, {"pair_rule": "share"}),
+    "focus sinkhorn": ("focus", NEAR | {"assignment": "sinkhorn"}, {"hard": False}),
+    "focus_dual": ("focus_dual", NEAR | DUAL, {}),
+    "focus_dual pair": ("focus_dual", NEAR | DUAL | {"counts": "pair"}, {}),
+    "focus_dual layer": ("focus_dual", NEAR | DUAL | {"heads": "layer", "rank": 3}, {}),
+    "focus_dual budget": ("focus_dual", NEAR | DUAL | {"groups_per_layer": ["full", 3]}, {}),
+    "focus_dual window": ("focus_dual", NEAR | DUAL | {"groups_per_layer": [4, "window"]}, {}),
+    "key_gate": ("key_gate", NEAR, {}),
+    "window": ("window", NEAR, {}),
+    "random_groups": ("random_groups", NEAR | {"top_k": 1}, {}),
+    "longformer": ("longformer", {"window": 3, "global_tokens": 2}, {}),
+    "longformer dilated": ("longformer", {"window": 3, "global_tokens": 1, "dilation": 3, "dilated_heads": 1}, {}),
+    "performer": ("performer", {"features": 24}, {}),
+    "routing_transformer": ("routing_transformer", NEAR | {"groups": 4}, {}),
+    "sparq": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2}, {}),
+    "sparq mean": ("sparq", {"components": 5, "tokens_kept": 6, "recent_tokens": 2, "reallocate": True}, {}),
+    "magicpig": ("magicpig", {"hash_bits": 4, "hash_tables": 12, "recent_tokens": 3, "sinks": 1}, {}),
+    "best_tokens": ("best_tokens", NEAR | {"density": 0.2}, {}),
+    "token_indexer": ("token_indexer", NEAR | {"tokens_kept": 3}, {}),
+    "block_means": ("block_means", NEAR | {"density": 0.4, "keys_per_block": 4}, {}),
+    "block_gate": ("block_gate", NEAR | {"density": 0.4, "keys_per_block": 4, "size": 2}, {}),
+}
+NON_CAUSAL = ("focus sinkhorn", "routing_transformer")
+ways = pytest.mark.parametrize("way", WAYS)
+# MHA, GQA, softcap and sliding layers, its own norms of q and k
+families = pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "gemma3"])
+
+
+@pytest.fixture
+def attached(tiny_model):
+    """attached(family, way, dtype): a tiny model on which the method changes the logits of 40 tokens."""
+
+    def factory(family: str, way: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        method, options, routing = WAYS[way]
+        if method == "performer" and family == "gemma2":
+            pytest.skip("performer refuses a softcap")
+        torch.manual_seed(1)
+        model = attach(tiny_model(family, dtype), method, **options)
+        fit(model)
+        return set_routing(model, **{"hard": True} | routing)
+
+    return factory
+
+
+@torch.no_grad()
+def fit(model: PreTrainedModel) -> None:
+    """Let queries of FocusDual read different numbers of groups, as a fit does."""
+    for method in attached_methods(model).values():
+        if hasattr(method, "worth"):
+            method.mean.normal_()
+            method.worth.normal_()
+            method.thresholds.copy_(torch.linspace(1, -8, method.thresholds.shape[-1]).expand_as(method.thresholds))
+
+
+def describe_state(model: PreTrainedModel) -> dict[str, object]:
+    return {
+        "names": list(model.state_dict()),
+        "modules": [name for name, _ in model.named_modules()],
+        "hooks": [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()],
+        "config": model.config.to_dict(),
+        "generation": model.generation_config.to_dict(),
+        "implementation": model.config._attn_implementation,
+        "attributes": set(vars(model)),
+    }
+
+
+def test_ways_have_every_method():
+    assert {method for method, *_ in WAYS.values()} == METHODS.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@ways
+def test_disable_method_and_detach_give_the_base_logits(tiny_model, attached, family, way):
+    base, model = tiny_model(family), attached(family, way)
+    expected = compute_logits(base)
+    assert (compute_logits(model) - expected).abs().max() > 1e-3
+    with disable_method(model):
+        with disable_method(model):
+            assert torch.equal(compute_logits(model), expected)
+        assert torch.equal(compute_logits(model), expected)
+    with pytest.raises(ZeroDivisionError), disable_method(model):
+        raise ZeroDivisionError
+    assert (compute_logits(model) - expected).abs().max() > 1e-3
+    detach(model)
+    assert torch.equal(compute_logits(model), expected)
+    assert describe_state(model) == describe_state(base)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@ways
+def test_future_tokens_change_no_earlier_logit_of_a_causal_method(attached, family, dtype, way):
+    model, tokens = attached(family, way, dtype), make_tokens()
+    other = torch.cat([tokens[:, :23], (tokens[:, 23:] + 7) % 256], 1)
+    changed = compute_logits(model, tokens) != compute_logits(model, other)
+    assert changed[:, 23:].any()
+    assert bool(changed[:, :23].any()) is not is_causal(model)
+    assert is_causal(model) is (way not in NON_CAUSAL)
+
+
+@families
+@ways
+@pytest.mark.parametrize("side", ["left", "left without positions", "right"])
+def test_padded_batch_equals_rows(attached, family, way, side):
+    if family == "gpt2" and side == "left without positions":
+        pytest.skip("its positions are absolute: the base model needs them too")
+    if side == "left without positions" and not way.startswith(("focus", "key", "window", "random")):
+        pytest.skip("its features, hashes or chosen tokens depend on rotated queries and keys")
+    model, lengths, longest = attached(family, way), (40, 17, 1), 40
+    batch, mask = torch.full((3, longest), 5), torch.zeros(3, longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        inside = slice(longest - length, None) if "left" in side else slice(length)
+        batch[row, inside], mask[row, inside] = make_tokens(1, length)[0], 1
+    positions = None if side == "left without positions" else (mask.cumsum(-1) - 1).clamp(min=0)
+    together = compute_logits(model, batch, attention_mask=mask, position_ids=positions)
+    assert together.isfinite().all()
+    for row, length in enumerate(lengths):
+        alone = compute_logits(model, make_tokens(1, length))[0]
+        torch.testing.assert_close(together[row, mask[row].bool()], alone, atol=1e-5, rtol=1e-5)
+
+
+@families
+@ways
+def test_packed_positions_equal_documents(attached, family, way):
+    if way == "focus sinkhorn":
+        pytest.skip("it balances the groups over all documents of a batch")
+    model, packed = attached(family, way), torch.arange(42)[None] * 5 + 3  # equal tokens would tie in a first layer
+    positions = torch.cat([torch.arange(19), torch.arange(23)])[None]
+    first, second = packed.split([19, 23], 1)
+    alone = torch.cat([compute_logits(model, first), compute_logits(model, second)], 1)
+    torch.testing.assert_close(compute_logits(model, packed, position_ids=positions), alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@ways
+@torch.no_grad()
+def test_cached_tokens_equal_one_pass(attached, family, way):
+    model, tokens, logits, cache = attached(family, way), make_tokens(), [], None
+    reasons = {method.kv_cache_unsupported_reason() for method in attached_methods(model).values()}
+    if reasons != {None} or not is_causal(model):
+        with pytest.raises(UserError, match="use_cache=False|non-causal"):
+            model.generate(tokens, max_new_tokens=2)
+        return
+    for part in tokens.split([20, 3, *[1] * 17], 1):
+        out = model(part, past_key_values=cache, use_cache=True)
+        logits, cache = [*logits, out.logits], out.past_key_values
+    torch.testing.assert_close(torch.cat(logits, 1), compute_logits(model), atol=1e-5, rtol=1e-4)
+
+
+def gradients(model: PreTrainedModel, checkpointing: bool) -> list[Tensor | None]:
+    """Return the gradients of two steps and of a pair of forward passes, and what the method's buffers are then."""
+    model = copy.deepcopy(model).train()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    for seed in (0, 1):
+        tokens = make_tokens(seed=seed)
+        model(tokens, labels=tokens).loss.backward()
+    pair = [model(tokens, labels=tokens).loss for tokens in (make_tokens(seed=2), make_tokens(2, 31))]  # preferences
+    (pair[0] + 2 * pair[1]).backward()
+    buffers = [buffer for method in attached_methods(model).values() for buffer in method.buffers()]
+    return [*(p.grad for p in model.parameters()), *buffers]
+
+
+@families
+@ways
+@pytest.mark.parametrize("train", ["router", "all"])
+def test_gradient_checkpointing_keeps_gradients_and_buffers(attached, family, way, train):
+    model = attached(family, way)
+    if not freeze(model, train) or (train == "router" and not way.startswith("focus ")):
+        pytest.skip("nothing is trained through the model")
+    plain, checkpointed = (gradients(model, checkpointing) for checkpointing in (False, True))
+    named = zip(model.named_parameters(), plain, strict=False)
+    assert all(grad.isfinite().all() for (name, p), grad in named if p.requires_grad and ".focus." not in name)
+    for ours, theirs in zip(checkpointed, plain, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@ways
+def test_adapter_round_trip_keeps_logits(tiny_model, attached, tmp_path, way):
+    model, hard = attached("llama", way), WAYS[way][2].get("hard", True)
+    loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path), hard=hard)
+    assert torch.equal(compute_logits(loaded), compute_logits(model))
+    assert torch.equal(compute_logits(detach(loaded)), compute_logits(tiny_model("llama")))
+
+
+@ways
+def test_half_precision_keeps_routing_in_float32(attached, way):
+    model = attached("llama", way)
+    expected = compute_logits(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = compute_logits(model).float()
+    # hashes and choices of tokens change where numbers are rounded
+    assert low.isfinite().all() and (low - expected).norm() < 0.35 * expected.norm()
+    model.bfloat16()
+    tensors = [x for method in attached_methods(model).values() for x in (*method.parameters(), *method.buffers())]
+    assert all(x.dtype == torch.float32 for x in tensors if x.is_floating_point())
+    assert compute_logits(model).dtype == torch.bfloat16
