@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,20 +25,8 @@ from focus_exp.config import JOBS, Config, conf_dir, register_schemas
 from focus_exp.errors import EXTRAS, Interrupted, JobFailed, UserError, first_line, not_installed
 from focus_exp.launcher import quiet_unless_main, requeue_if_stopped, stoppable
 
-# errors of the system that a write meets
-WRITE_ERRORS = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE),
-    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST),
-)
+LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE)  # of disks and of `ulimit`
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of the GPU, of the machine
-
-
-@dataclass(frozen=True)
-class Exit:
-    """Exit code of a command, and the reason of one that is not 0."""
-
-    code: int = 0
-    reason: str = ""
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
@@ -51,12 +38,12 @@ def run_job(composed: DictConfig) -> None:
         JobFailed: if it is a job of a sweep and fails.
     """
     with stoppable(), quiet_unless_main():
-        result = catch_errors(lambda: execute(parse(composed)))
-    requeue_if_stopped(result.code)
-    if result.code and HydraConfig.get().mode is RunMode.MULTIRUN and result.code <= 128:
-        raise JobFailed(result.code, result.reason)
-    if result.code:
-        raise SystemExit(result.code)
+        code = catch_errors(lambda: execute(parse(composed)))
+    requeue_if_stopped(code)
+    if code and HydraConfig.get().mode is RunMode.MULTIRUN and code <= 128:
+        raise JobFailed(code)
+    if code:
+        raise SystemExit(code)
 
 
 def execute(config: Config) -> None:
@@ -74,7 +61,7 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
     with stoppable():
-        return catch_errors(run_command).code
+        return catch_errors(run_command)
 
 
 def run_command() -> None:
@@ -99,8 +86,8 @@ def run_command() -> None:
         ) from error
 
 
-def catch_errors(work: Callable[[], None]) -> Exit:
-    """Run `work`; print errors of the user and of the system as one message. Others are raised."""
+def catch_errors(work: Callable[[], None]) -> int:
+    """Run `work`, print an error of the user or of the system as one message, and return the exit code."""
     try:
         work()
     except UserError as error:
@@ -110,18 +97,18 @@ def catch_errors(work: Callable[[], None]) -> Exit:
     except YAMLError as error:  # of a file in --config-dir; it has file, line and column
         return fail(str(error))
     except JobFailed as failure:
-        print(f"error: a job of the sweep failed: {failure.reason}", file=sys.stderr)
-        return Exit(failure.code, failure.reason)
+        print("error: a job of the sweep failed, for the reason above or in <runs_dir>/.sweeps", file=sys.stderr)
+        return failure.code
     except Interrupted as stop:
         print(f"{stop}. Re-run the same command to resume.", file=sys.stderr)
-        return Exit(128 + stop.signum, str(stop))
+        return 128 + stop.signum
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
         return fail(not_installed(error.name))
-    except BrokenPipeError as error:  # the reader of our output is gone: `--help | head`
+    except BrokenPipeError:  # the reader of our output is gone: `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit(128 + signal.SIGPIPE, str(error))
+        return 128 + signal.SIGPIPE
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
@@ -131,18 +118,17 @@ def catch_errors(work: Callable[[], None]) -> Exit:
             "memory of a command."
         )
     except OSError as error:
-        if error.errno not in WRITE_ERRORS:
-            raise
-        return fail(
-            f"cannot write {error.filename or 'to disk'}: {error.strerror}. Free some space, raise the limit "
-            "(ulimit -a), or choose another folder with runs_dir= or cache_dir=, then re-run to resume."
+        hint = (
+            ". Free some space, raise the limit (ulimit -a), or choose another folder with runs_dir= or cache_dir=, "
+            "then re-run to resume."
         )
-    return Exit()
+        return fail(f"{error}{hint if error.errno in LIMITS else ''}")
+    return 0
 
 
-def fail(message: str) -> Exit:
+def fail(message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
-    return Exit(2, message)
+    return 2
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ class Interrupted(BaseException):
 class JobFailed(Exception):
     """A job of a sweep failed, and its message was printed; the other jobs run."""
 
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(code, reason)  # both, so that it can be pickled
-        self.code, self.reason = code, reason
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def not_installed(module: str) -> str:

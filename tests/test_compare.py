@@ -158,7 +158,7 @@ def test_compare_mistake_in_any_variant_is_refused_before_any_runs(tmp_path, nam
 def test_compare_adapter_is_measured_by_every_variant(tmp_path, scored):
     assert run(*tiny(tmp_path / "router"), "recipe.steps=2", "recipe.warmup_steps=1").code == 0
     adapter = only_run(tmp_path / "router") / "adapter"
-    command = [*tiny(tmp_path), "job=compare", f"adapter={adapter}"]
+    command = [*without_attention(tiny(tmp_path)), "job=compare", f"adapter={adapter}"]
     command += write_variants(tmp_path / "conf", MEASURED)
     result = run(*command)
     assert result.code == 0, result.err

@@ -2,7 +2,7 @@
 
 import pytest
 from huggingface_hub import ModelCard
-from running import run, tiny
+from running import run, tiny, without_attention
 
 from focus_exp import UserError, attach, load_adapter, push_to_hub, save_adapter
 from focus_exp.models import adapter
@@ -40,7 +40,7 @@ def test_load_adapter_from_hub_offline_raises_user_error(tiny_model):
 def test_evaluate_adapter_from_hub_is_fetched(tmp_path, monkeypatch):
     fetched = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: fetched.append(name) or tmp_path)
-    result = run(*tiny(tmp_path), "job=evaluate", f"adapter={REPO}@v1")
+    result = run(*without_attention(tiny(tmp_path)), "job=evaluate", f"adapter={REPO}@v1")
     assert fetched == [REPO] and DESCRIPTION in result.err and result.code == 2
 
 

@@ -51,7 +51,7 @@ def refused(*arguments):
 
 
 def test_evaluate_adapter_other_setting_raises(tmp_path, retrofit):
-    for setting in ("attention.window=32", "attention.temperature=9"):
+    for setting in ("attention.window=32", "attention.temperature=9", "attention.warm_start_steps=9", "recipe.steps=2"):
         assert refused(*make_command(tmp_path, retrofit, setting)) == setting.partition("=")[0]
     assert not (tmp_path / "runs").exists()
 

@@ -2,7 +2,7 @@
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from running import only_run, record_of, run, tiny
+from running import only_run, record_of, run, tiny, without_attention
 
 from focus_exp.cli import quote_override
 from focus_exp.renames import RENAMED, renamed_key_reason, upgrade_keys
@@ -70,7 +70,7 @@ def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_pat
     made = only_run(odd / "runs")
     assert "=" not in made.name
     given = ["job=evaluate", f"adapter={made}", f'eval.adapters=["{made}/adapter"]', f"runs_dir={tmp_path / 'again'}"]
-    result = run(*settings, f"cache_dir={odd}/cache", *given)
+    result = run(*without_attention(settings), f"cache_dir={odd}/cache", *given)
     assert result.code == 0, result.err
     assert record_of(tmp_path / "again").status == "finished"
 

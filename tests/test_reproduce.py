@@ -3,7 +3,7 @@
 import pytest
 from builders import scored
 from hydra import initialize_config_dir
-from running import run, tiny
+from running import run, tiny, without_attention
 from test_experiments import CONF
 
 from focus_exp.config import register_schemas
@@ -18,10 +18,11 @@ def reproduce(folder, *more, **tables):
     """The command that makes `tables`, name -> overrides, of tiny runs below `folder`."""
     places = [setting for setting in tiny(folder) if setting.startswith(PLACES)]
     settings = [setting for setting in tiny(folder) if not setting.startswith(PLACES)]
-    lists = [
-        f"+reproduce.tables.{name}=[{','.join(map(repr, [*settings, *overrides]))}]"
-        for name, overrides in tables.items()
-    ]
+    lists = []
+    for name, overrides in tables.items():
+        has_adapter = any(override.startswith("adapter=") for override in overrides)
+        shared = without_attention(settings) if has_adapter else settings
+        lists.append(f"+reproduce.tables.{name}=[{','.join(map(repr, [*shared, *overrides]))}]")
     return run("job=reproduce", "reproduce=none", *places, *lists, *more)
 
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from builders import scored as scored_variants
-from running import full_disk_at, only_run, outcome, record_of, router_steps, run, tiny
+from running import fitting, full_disk_at, only_run, outcome, record_of, router_steps, run, tiny
 
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import perplexity
 from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.results.record import Record
-from focus_exp.results.run_dir import NOT_ENDED
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.checkpoints import CONTENTS, CheckpointIO, read_checkpoint, repair_checkpoints
@@ -159,6 +158,27 @@ def test_stopped_evaluation_keeps_its_complete_rows(folder, expected, monkeypatc
     assert outcome(folder / "evaluation") == expected
 
 
+def test_table_says_how_far_a_run_is(tmp_path, monkeypatch):
+    settings = [*fitting(*tiny(tmp_path), "attention=window", "recipe=none"), "eval.seq_len=16"]
+    score, tables = perplexity.score, []
+
+    def stop_after_a_table(*arguments):
+        if paths := [*tmp_path.rglob("table.md")]:
+            tables.append(paths[0].read_text())
+            signal.raise_signal(signal.SIGTERM)
+        return score(*arguments)
+
+    monkeypatch.setattr(perplexity, "FIRST_ROUND", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(perplexity, "score", stop_after_a_table)
+        assert run(*settings).code == SIGTERM_CODE
+    assert "status: running, 1 of 3 sequences scored" in tables[0]
+    table = only_run(tmp_path) / "table.md"
+    assert "status: interrupted, stopped by SIGTERM" in table.read_text()
+    assert run(*settings).code == 0
+    assert "status: finished" in table.read_text()
+
+
 # checkpoints
 
 
@@ -233,14 +253,14 @@ def test_resumed_record_adds_up_times_and_warnings(tmp_path):
     machine = {"experiment": "mine", "machine": {"cpu": "one"}, "device": "cpu"}
     earlier = Record(status="interrupted", commit="a", wall_seconds=3.0, train_seconds=2.0, warnings=["1"], **machine)
     earlier.model, earlier.peak_memory_bytes = {"fingerprint": "weights"}, 4
-    record = Record(status="interrupted", commit="b", warnings=["2"], **machine)
+    record = Record(status="running", commit="b", warnings=["2"], **machine)
     assert resume_record(record, earlier, tmp_path) == []  # nothing of another commit is left
     assert (record.wall_seconds, record.train_seconds, record.warnings) == (3.0, 2.0, ["1", "2"])
     assert (record.model, record.peak_memory_bytes) == (earlier.model, 4)
     (tmp_path / "evaluation").mkdir()
-    killed = replace(earlier, commit="b", error=NOT_ENDED)
+    killed = replace(earlier, commit="b", status="running")
     assert len(resume_record(record, killed, tmp_path)) == 1
-    repeated = Record(status="interrupted", commit="b", **machine)
+    repeated = Record(status="running", commit="b", **machine)
     assert resume_record(repeated, replace(earlier, status="finished"), tmp_path) == []
     assert repeated.wall_seconds is None
 

@@ -8,7 +8,7 @@ import torch
 from builders import load_recorded, make_config, scored
 from conftest import build
 from omegaconf import OmegaConf
-from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny, without_attention
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from focus_exp.config_hash import config_hash
@@ -150,7 +150,7 @@ def test_finished_run_is_repeated_only_with_overwrite(folder, retrofit):
 
 def test_evaluate_adapter_equals_training(folder, retrofit):
     adapter = only_run(folder / "retrofit") / "adapter"
-    command = [*tiny(folder, "evaluated"), "job=evaluate"]
+    command = [*without_attention(tiny(folder, "evaluated")), "job=evaluate"]
     assert run(*command, f"adapter={adapter}").code == 0
     trained, evaluated = record_of(folder / "retrofit"), record_of(folder / "evaluated")
     assert {name: row.nll for name, row in rows(evaluated).items()} == {n: r.nll for n, r in rows(trained).items()}
@@ -198,7 +198,7 @@ def test_train_finetune_measures_the_base_before_training(folder, retrofit, fine
 
 def test_evaluate_finetuned_model_and_adapter_equals_training(folder, finetuned):
     saved = (f"model.path={finetuned / 'model'}", f"adapter={finetuned / 'adapter'}")
-    assert run(*tiny(folder, "reused"), "job=evaluate", *saved).code == 0
+    assert run(*without_attention(tiny(folder, "reused")), "job=evaluate", *saved).code == 0
     trained, reused = Record.load(finetuned / "record.json"), record_of(folder / "reused")
     assert trained.model["fingerprint"] != trained.method["weights"] == reused.model["fingerprint"]
     before, after = rows(trained), rows(reused)

@@ -210,15 +210,15 @@ def free_options(description: dict[str, Any]) -> list[str]:
 
 
 def refuse_ignored_options(config: Config, description: dict[str, Any], settings: dict[str, Override]) -> None:
-    """Raise UserError for attention.* that would be ignored: runs of other settings would have the same numbers."""
+    """Raise UserError for settings that would be ignored: runs of other settings would have the same numbers."""
     method, free, made = description["method"], free_options(description), description["options"]
     for name, setting in settings.items():
         group, _, key = name.partition(".")
-        if (
-            group != "attention"
-            or key in ("", "name", "method", *free, *TRAINING)
-            or not hasattr(config.attention, key)
-        ):
+        if (group == "recipe" and setting.value() != "none") or (group == "attention" and key in TRAINING):
+            raise UserError(
+                f"{name} must be left out with adapter={config.adapter}, which is not trained (got {setting.value()})."
+            )
+        if group != "attention" or key in ("", "name", "method", *free) or not hasattr(config.attention, key):
             continue
         if key == "top_k" or key not in made or setting.value() != made[key]:
             required = f"{made[key]}, that of the adapter" if key in made and key != "top_k" else "left out"

@@ -12,7 +12,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.load import hash_weights
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.results.record import Record
-from focus_exp.results.run_dir import NOT_ENDED, earlier_record, lock_of, run_folder
+from focus_exp.results.run_dir import earlier_record, lock_of, run_folder
 from focus_exp.storage import file_lock, remove_stale_temp
 from focus_exp.training.phases import CHECKPOINTS
 
@@ -91,6 +91,6 @@ def resume_record(record: Record, earlier: Record, folder: Path) -> list[str]:
     }
     changed = [f"{name} {then} (now {now})" for name, (then, now) in origins.items() if then != now]
     warnings = [f"resumed from another {', '.join(changed)}"] if changed else []
-    if earlier.error == NOT_ENDED:
+    if earlier.status == "running":
         warnings.append("resumed after it was killed: time and memory of that attempt are missing")
     return warnings

@@ -30,14 +30,13 @@ from focus_exp.errors import Interrupted, UserError, first_line
 from focus_exp.jobs.compose import command_overrides
 from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.run_report import write_run_report
+from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
 from focus_exp.results.run_dir import (
     EMBEDDED_DATA,
     EMBEDDED_MODEL,
-    NOT_ENDED,
     earlier_record,
     lock_of,
     name_data,
@@ -141,7 +140,7 @@ def lock_run_dir(config: Config) -> AbstractContextManager[None]:
 
 @contextmanager
 def record_run(config: Config) -> Iterator[Run]:
-    """Record a run in a locked folder: as interrupted until the block ends, then as finished or failed.
+    """Record a run in a locked folder: as running until the block ends, then as finished, interrupted or failed.
 
     Only the first of several processes writes.
     """
@@ -166,7 +165,7 @@ def record_run(config: Config) -> Iterator[Run]:
         yield run
         record.status, record.error = "finished", None
     except Interrupted as stop:
-        record.error = str(stop)
+        record.status, record.error = "interrupted", str(stop)
         raise
     except BaseException as error:
         record.status, record.error = "failed", f"{type(error).__name__}: {first_line(error)}"
@@ -175,7 +174,10 @@ def record_run(config: Config) -> Iterator[Run]:
         record.wall_seconds = (record.wall_seconds or 0.0) + time.perf_counter() - start
         record.peak_memory_bytes = max(record.peak_memory_bytes or 0, peak_memory())
         record.save(folder / RECORD)
-        if record.status == "finished":
+        if record.status != "finished":
+            if (folder / TABLE).exists():
+                write_run_report(folder)
+        else:
             run.report()
             if not config.trainer.keep_checkpoints:
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -193,8 +195,7 @@ def new_run(config: Config) -> Run:
     processes = "" if count == 1 else f", {strategy_name(trainer)} over {count} processes"
     is_sweep = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
     record = Record(
-        status="interrupted",
-        error=NOT_ENDED,
+        status="running",
         experiment=config.experiment,
         command=command_line(command_overrides() if is_sweep else sys.argv[1:]),
         started=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -108,6 +108,7 @@ def train(config: Config) -> None:
 
         def print_round(scored: int, total: int) -> None:
             write()
+            run.record.error = f"{scored} of {total} sequences scored"
             print(f"{scored} of {total} sequences:")
             run.write_report()
 

@@ -128,7 +128,7 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
     is_local = model.get("source") == "local"  # named after its folder, which says nothing elsewhere
     return {
         "run": name, "experiment": record.experiment, "variant": variant, "is_variant": bool(variant),
-        "status": record.status, "complete": record.is_complete, "started": record.started,
+        "status": record.status, "error": record.error, "complete": record.is_complete, "started": record.started,
         "command": record.command, "commit": commit, "variant_commit": commit, "config_hash": record.config_hash,
         "setup": key if record.variants else f"{record.experiment}-{key}",
         "seed": record.config.get("seed") if record.seed is None else record.seed,

@@ -64,7 +64,8 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     facts = {
         "model": run.model, "data": run.data, "device": run.device, "seed": run.seed, "steps": run.steps,
         "training tokens": ", ".join([str(run.train_tokens), *tokens.values()]),
-        "commit": run.commit, "config": run.config_hash, "status": None if run.status == "finished" else run.status,
+        "commit": run.commit, "config": run.config_hash,
+        "status": run.status if is_missing(run.error) else f"{run.status}, {run.error}",
     }  # fmt: skip
     parts = [f"# {title_of(results)}"]
     if run.is_model_substituted or run.is_data_substituted:

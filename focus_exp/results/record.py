@@ -22,7 +22,7 @@ from focus_exp.storage import replace_file
 
 RECORD = "record.json"
 SCHEMA_VERSION = 3
-Status = Literal["finished", "failed", "interrupted"]
+Status = Literal["running", "finished", "failed", "interrupted"]
 
 
 @dataclass(kw_only=True)
@@ -72,6 +72,7 @@ class Record:
         fit_seconds: of `train_seconds`, before any phase, in whichever run the fit was made.
         continuations: texts of job=generate.
         warnings: of the run about itself.
+        error: why the run did not finish, or how far it is while it runs. A killed run stays `running`.
         path: of the loaded file.
     """
 
@@ -131,7 +132,7 @@ class Record:
     def is_complete(self) -> bool:
         """Return whether the run's numbers are whole: it finished, or only timed."""
         is_scored = any(m.metric == "perplexity" for m in self.measurements)
-        return self.status == "finished" or (self.status == "interrupted" and self.is_timed and not is_scored)
+        return self.status == "finished" or (self.status != "failed" and self.is_timed and not is_scored)
 
     @property
     def device_kind(self) -> str:

@@ -10,8 +10,6 @@ from focus_exp.config_hash import config_hash
 from focus_exp.results.record import Record
 
 EMBEDDED_MODEL, EMBEDDED_DATA = "smollm2_135m_q4", "books"  # names of the substitutes without the Hub
-# error of a record until its run ends
-NOT_ENDED = "it is still running, or was killed"
 
 
 def run_folder(config: Config) -> Path:
