@@ -1,8 +1,7 @@
 """The typed record of one run: provenance as JSON, next to its measurements."""
 
 import json
-import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -144,13 +143,13 @@ class Record:
         return (self.config.get(section) or {}).get(key, default)
 
     def save(self, path: str | Path) -> None:
-        """Write measurements, then strict JSON with "nan", "inf", "-inf" as strings."""
+        """Write measurements, then strict JSON with "NaN", "Infinity", "-Infinity" as strings."""
         if "measurements" in vars(self):
             seeded = [replace(measurement, seed=self.seed) for measurement in self.measurements]
             replace_file(Path(path).with_name(MEASUREMENTS), format_measurements(seeded).encode())
-        values = {key: value for key, value in asdict(self).items() if key != "path"}
-        text = json.dumps(_strict(values), indent=1, allow_nan=False, ensure_ascii=False)
-        replace_file(path, (text + "\n").encode())
+        # NumPy's and torch's scalars are not JSON
+        values = _adapter().dump_json(self, indent=1, exclude={"path"}, fallback=lambda value: value.item())
+        replace_file(path, values + b"\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Record":
@@ -167,7 +166,7 @@ class Record:
             version = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
             raise UserError(f"{path}: schema_version must be {SCHEMA_VERSION} (got {version}). Run the job again.")
         try:
-            record = _reader().validate_python(values)
+            record = _adapter().validate_python(values)
         except ValidationError as error:
             wrong = error.errors()[0]
             place = ".".join(map(str, wrong["loc"]))
@@ -176,15 +175,5 @@ class Record:
 
 
 @cache
-def _reader() -> TypeAdapter[Record]:
-    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(Record))
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    if hasattr(value, "item"):  # numpy and torch scalars
-        value = value.item()
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _adapter() -> TypeAdapter[Record]:
+    return TypeAdapter(with_config(ConfigDict(extra="forbid", ser_json_inf_nan="strings"))(Record))
