@@ -51,11 +51,9 @@ def order_arguments(arguments: list[str]) -> list[str]:
 def check_setting(argument: str) -> None:
     """Raise UserError for an argument that is not key=value, or has a former key."""
     if "=" in argument.strip("=") or argument.startswith("~"):
-        key, _, value = argument.lstrip("+~").partition("=")
+        key = argument.lstrip("+~").partition("=")[0]
         if not key.startswith("attention.") and (reason := renamed_key_reason(key)):  # methods have keys of their own
             raise UserError(reason)
-        if key == "hydra.run.dir":
-            raise UserError(f"hydra.run.dir is not used: runs name their folders. Type runs_dir={value}.")
         return
     name = Path(argument).stem
     if Path(conf_dir(), "experiment", f"{name}.yaml").is_file():
@@ -90,7 +88,7 @@ def quote_override(override: str, is_sweep: bool = False) -> str:
         value = os.path.expanduser(value)
     name = key.lstrip("+")
     texts, lists = find_text_keys()
-    is_list = name in lists or f"{name.rpartition('.')[0]}.*" in lists
+    is_list = name in lists
     if not value or key.startswith(("-", "~")) or not (is_list or name in texts) or RESERVED.fullmatch(value):
         if not value or key.startswith("-") or set(value) & set("\\'\"()[]{}"):
             return override
@@ -121,15 +119,13 @@ def split_elements(values: str) -> list[str]:
 
 @cache
 def find_text_keys() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the keys of texts, and those of lists of texts (`tables.*`: of every key below)."""
+    """Return the keys of texts, and those of lists of texts."""
     texts, lists = set(), set()
     for key, (kind, limits) in list_keys().items():
         if kind in (str, str | None) and not limits.get("choices"):
             texts.add(key)
         elif kind == list[str]:
             lists.add(key)
-        elif kind == dict[str, list[str]]:
-            lists.add(f"{key}.*")
     return frozenset(texts - {"experiment", "variant"}), frozenset(lists)  # these two choose files
 
 

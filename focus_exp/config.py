@@ -268,25 +268,20 @@ class LoggerConfig:
     wandb_entity: str | None = None
 
 
-Integers = list[int]  # BenchConfig.list hides the type
-Strings = list[str]
-
-
 @dataclass
 class BenchConfig:
     name: str = MISSING
-    lengths: Integers = option([], least=1)
-    prefill_lengths: Integers = option([], least=1)
-    step_lengths: Integers = option([], least=1)
-    decode_lengths: Integers = option([], least=1)
-    groups: Integers = option([4, 8], least=1)
-    methods: Strings = option([])
-    top_k: Integers = option([1], least=1)
+    lengths: list[int] = option([], least=1)
+    prefill_lengths: list[int] = option([], least=1)
+    step_lengths: list[int] = option([], least=1)
+    decode_lengths: list[int] = option([], least=1)
+    groups: list[int] = option([4, 8], least=1)
+    methods: list[str] = option([])
+    top_k: list[int] = option([1], least=1)
     dtype: str = option("bf16", choices=("bf16", "float32"))
     repeats: int = option(7, least=1)
     routed_tokens: int = option(16_384, least=2)
     quality: bool = option(False)
-    list: bool = option(False)
 
 
 @dataclass
@@ -304,7 +299,6 @@ class GenerateConfig:
 @dataclass
 class ReportConfig:
     name: str = MISSING
-    folder: str | None = option(None)
     check: bool = option(False)
     renew: bool = option(False)
 
@@ -314,10 +308,8 @@ class PlanConfig:
     name: str = MISSING
     gpu: str = option("h100")
     gpus: int | None = option(None, least=1)
-    hours: float | None = option(None, above=0)
     utilization: float = option(0.4, least=0.01, most=1)
     models: list[str] = option([])
-    paper: bool = option(False)
 
 
 @dataclass

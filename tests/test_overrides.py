@@ -34,7 +34,7 @@ def parse(override: str):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("key", ["runs_dir", "data.files", "model.path", "adapter", "report.folder"])
+@pytest.mark.parametrize("key", ["runs_dir", "data.files", "model.path", "adapter", "cache_dir"])
 def test_quote_override_path_is_taken_literally(key, path):
     assert parse(quote_override(f"{key}={path}")).value() == path
 

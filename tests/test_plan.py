@@ -69,15 +69,6 @@ def test_plan_takes_the_fewest_gpus_that_fit(monkeypatch):
     assert plan_on("run", config, measure(config), "fsdp", item.gpus // 2).held > 0.8 * held
 
 
-def test_plan_hours_are_met_by_more_gpus():
-    config = planned("model=tiny_llama")
-    hours = plan_run("run", config).hours
-    limited = replace(config, plan=replace(config.plan, hours=0.6 * hours))
-    assert plan_run("run", limited).gpus == 2
-    refused = plan_run("run", replace(limited, plan=replace(limited.plan, gpus=1)))
-    assert "plan.hours" in refused.error
-
-
 def test_plan_job_that_does_not_fit_exits_with_2(monkeypatch):
     monkeypatch.setitem(GPUS, "h100", (1e-4, 1e12, 1e12))
     result = run("+experiment=retrofit_124m", *TINY, "plan.gpus=1")

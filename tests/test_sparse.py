@@ -13,7 +13,7 @@ from focus_exp.attention.base import SPARSE_FROM, LayerShape
 from focus_exp.attention.baselines.longformer import Longformer
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.dense import blocked_attention, reference_attention
-from focus_exp.attention.kernels import KERNELS, KernelRequirements, select_backends, unsupported_reasons
+from focus_exp.attention.kernels import KERNELS, KernelRequirements, select_backends
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.attention.selection import AttentionArgs, Sequence, select
 from focus_exp.config import ModelConfig
@@ -104,13 +104,12 @@ def test_kernel_double_backward_raises():
         gradient.square().sum().backward()
 
 
-def test_unsupported_reasons_name_device_dtype_and_size():
-    reasons = unsupported_reasons(KernelRequirements("cpu", torch.float32, 64))
-    assert reasons["cpu"] == unavailable_reason()
-    assert "CUDA" in reasons["triton"]
-    serving = select_backends(KernelRequirements("cpu", torch.float32, 64))
-    assert bool(serving) == (unavailable_reason() is None)
-    assert "256" in unsupported_reasons(KernelRequirements("cuda", torch.bfloat16, 512))["triton"]
+def test_unsupported_reason_names_device_dtype_and_size():
+    on_cpu = KernelRequirements("cpu", torch.float32, 64)
+    assert KERNELS["cpu"].unsupported_reason(on_cpu) == unavailable_reason()
+    assert "CUDA" in KERNELS["triton"].unsupported_reason(on_cpu)
+    assert bool(select_backends(on_cpu)) == (unavailable_reason() is None)
+    assert "256" in KERNELS["triton"].unsupported_reason(KernelRequirements("cuda", torch.bfloat16, 512))
 
 
 @needs_kernel

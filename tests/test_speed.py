@@ -229,10 +229,3 @@ def test_bench_job_times_a_dual_router_in_a_prefill(tmp_path, monkeypatch, fails
         assert 0 < row.full_attention_latency_ms < row.full_latency_ms
     table = (only_run(tmp_path) / "table.md").read_text()
     assert ("failed" if fails else "prefill") in table
-
-
-def test_bench_job_lists_kernels(tmp_path):
-    result = run("job=bench", "bench.list=true", f"cache_dir={tmp_path}")
-    assert result.code == 0 and not list(tmp_path.rglob("record.json"))
-    for name in ("triton", "cpu"):
-        assert name in result.out

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from focus_exp.attention.kernels import KernelRequirements, unsupported_reasons
 from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
-from focus_exp.jobs.compose import command_overrides, compose_router, compose_shared
+from focus_exp.jobs.compose import command_overrides, compose_overrides, compose_router
 from focus_exp.jobs.prepare import check_length, prepare
 from focus_exp.jobs.resume import print_finished
 from focus_exp.jobs.run import open_run
@@ -15,20 +12,16 @@ from focus_exp.jobs.train import load_or_fit_router, trains_router
 from focus_exp.models.methods import set_routing
 from focus_exp.speed.bench import SpeedBenchmark
 from focus_exp.speed.layer import Methods
-from focus_exp.speed.timing import device_name
-from focus_exp.training.precision import choose_device, has_native_bf16
+from focus_exp.training.precision import has_native_bf16
 
 
 def bench(config: Config) -> None:
     """Time Focus against full attention on this device: one layer, forward and backward, prefill, decode.
 
-    bench.list=true lists the kernels that are available and why others are not. Those of
-    Triton were checked and timed on an H200 (runs/records/gpu).
+    attention.backend=<kernel> says why a kernel is not available. Those of Triton were checked and timed on an H200
+    (runs/records/gpu).
     """
     settings = config.bench
-    if settings.list:
-        list_kernels(config)
-        return
     config = compose_router(config)
     if not config.has_router:
         check_dual(config)
@@ -79,19 +72,9 @@ def compose_methods(config: Config) -> Methods:
     """Return the options of `bench.methods`, which are names of conf/attention."""
     methods = {}
     for name in config.bench.methods:
-        attention = compose_shared(command_overrides(), [f"attention={name}", "recipe=none"]).attention
+        chosen = [f"attention={name}", "recipe=none"]
+        attention = compose_overrides(command_overrides(), chosen, changes_method=True).attention
         if attention.method in ("full", "focus"):
             raise UserError(f"bench.methods must not contain {name}: full attention and Focus are always timed.")
         methods[name] = (attention.method, get_method_options(attention))
     return methods
-
-
-def list_kernels(config: Config) -> None:
-    """Print every kernel with why it is not available here."""
-    device = choose_device(config.trainer.accelerator)
-    print(f"kernels of hard routing on {device_name(device)}, head size 64, in the order of backend=auto:")
-    for dtype in (torch.bfloat16, torch.float32):
-        print(f"  {str(dtype).removeprefix('torch.')}")
-        for name, reason in unsupported_reasons(KernelRequirements(device.type, dtype, 64)).items():
-            print(f"    {name:<12} {f'not available: it {reason}' if reason else 'available'}")
-    print("measured on an H200: runs/records/gpu")

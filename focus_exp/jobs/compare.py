@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from dataclasses import asdict, replace
 
 from focus_exp.config import Config
@@ -12,7 +11,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.compose import command_overrides, compose_variant, compose_variants, variant_settings
 from focus_exp.jobs.evaluate import evaluate_adapter
 from focus_exp.jobs.resume import finished_record
-from focus_exp.jobs.run import format_seconds, lock_run_dir, record_run
+from focus_exp.jobs.run import lock_run_dir, record_run
 from focus_exp.jobs.train import train
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import RECORD, Record, VariantRun
@@ -63,11 +62,8 @@ def run_variants(configs: dict[str, Config]) -> dict[str, str]:
     to_run = {name: config for name, config in configs.items() if config.overwrite or not finished_record(config)}
     if len(to_run) < len(configs):
         print(f"already finished: {', '.join(name for name in configs if name not in to_run)}")
-    start = time.perf_counter()
-    for done, (name, config) in enumerate(to_run.items()):
-        left = (time.perf_counter() - start) / done * (len(to_run) - done) if done else None
-        remaining = f", about {format_seconds(left)} left" if left else ""
-        print(f"\nvariant {done + 1} of {len(to_run)}: {name}{remaining}")
+    for number, (name, config) in enumerate(to_run.items(), start=1):
+        print(f"\nvariant {number} of {len(to_run)}: {name}")
         try:
             (evaluate_adapter if config.adapter else train)(config)
         except (OSError, InUse):  # a full disk fails every variant; a command that runs one may run the others too

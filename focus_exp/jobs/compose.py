@@ -7,6 +7,7 @@ A variant is an overlay in conf/variant; a name without a folder is in conf/vari
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -37,8 +38,18 @@ GROUP = "variant"
 TRAINING = {item.name for schema in (RouterTraining, FitOptions) for item in fields(schema)}  # unused with an adapter
 
 
-def compose_overrides(overrides: list[str]) -> Config:
-    return parse(compose("config", overrides))
+def compose_overrides(overrides: list[str], others: Sequence[str] = (), *, changes_method: bool = False) -> Config:
+    """Compose overrides, then others.
+
+    Args:
+        changes_method: `others` choose another method, which takes those of attention.* in `overrides` that it has.
+    """
+    options = [override for override in overrides if changes_method and override.startswith("attention.")]
+    composed = compose("config", [*(override for override in overrides if override not in options), *others])
+    for option in parse_overrides(options):
+        if option.key_or_group.removeprefix("attention.") in composed.attention:
+            OmegaConf.update(composed, option.key_or_group, option.value())
+    return parse(composed)
 
 
 def parse_overrides(overrides: list[str]) -> list[Override]:
@@ -89,7 +100,7 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
         elif override.key_or_group != GROUP:
             kept.append(str(override.input_line))
     overlays = [f"+{GROUP}=[{','.join(paths)}]"] if paths else []
-    composed = compose_shared(kept, overlays, changes_method=bool(settings & {"attention", "recipe"}))
+    composed = compose_overrides(kept, overlays, changes_method=bool(settings & {"attention", "recipe"}))
     job = "evaluate" if composed.adapter else "train"
     variant = replace(composed, job=job, variant=name, variants=[], shared_variant=None, references=[])
     if name and variant.attention.method == "full" and not variant.phases:
@@ -103,16 +114,6 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
             "Leave the variant out of variants, or the adapter."
         )
     return compose_adapter(variant, [*kept, *variant_settings(config, name)])
-
-
-def compose_shared(overrides: list[str], others: list[str], *, changes_method: bool = True) -> Config:
-    """Compose overrides with `others`, whose attention method takes those of attention.* that it has."""
-    options = [override for override in overrides if changes_method and override.startswith("attention.")]
-    composed = compose("config", [*(override for override in overrides if override not in options), *others])
-    for option in parse_overrides(options):
-        if option.key_or_group.removeprefix("attention.") in composed.attention:
-            OmegaConf.update(composed, option.key_or_group, option.value())
-    return parse(composed)
 
 
 def variant_name(path: str) -> str:
@@ -234,10 +235,12 @@ def find_base_model(config: Config, description: dict[str, Any]) -> ModelConfig:
     Raises:
         UserError: if it is a folder that no longer exists.
     """
-    base, record = description["base_model"], read_adapter_record(config)
+    base, recorded = description["base_model"], dict[str, Any]()
     trained = Path(str(config.adapter)).with_name("model")
     model = config.model
-    if record and "name" in (recorded := record.config.get("model", {})):
+    with suppress(UserError):  # an adapter outside of its run
+        recorded = Record.load(Path(str(config.adapter)).with_name(RECORD)).config.get("model", {})
+    if "name" in recorded:
         model = ModelConfig(**{key: recorded[key] for key in vars(model) if key in recorded})
     elif base.get("revision") and "/" in base["name"]:
         model = drop_file_fields("model", replace(model, path=None, hub_id=base["name"], revision=base["revision"]))
@@ -246,13 +249,6 @@ def find_base_model(config: Config, description: dict[str, Any]) -> ModelConfig:
     if model.path and not Path(model.path).expanduser().exists():
         raise UserError(f"model.path of adapter={config.adapter} must exist (got {model.path}); {BASE_HINT}")
     return model
-
-
-def read_adapter_record(config: Config) -> Record | None:
-    """Return the record of the run that the adapter is in, if there is one."""
-    with suppress(UserError):
-        return Record.load(Path(str(config.adapter)).with_name(RECORD))
-    return None
 
 
 # base weights

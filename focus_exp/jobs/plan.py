@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -22,6 +21,8 @@ from focus_exp.models.attach import attach
 from focus_exp.models.lora import Linear, add_lora, count_router_parameters
 from focus_exp.models.methods import is_trainable
 from focus_exp.models.random import architecture_config
+from focus_exp.speed.model import model_shape
+from focus_exp.speed.workload import Shape
 from focus_exp.training.phases import tokens_per_step
 
 GIB = 2**30
@@ -47,10 +48,7 @@ class Sizes:
     linear: int  # weights of linear layers within the decoder layers
     layer: int  # parameters of one decoder layer, on average
     layers: int
-    width: int  # E
-    heads: int  # H
-    kv_heads: int  # G
-    head_dim: int  # D
+    shape: Shape
     intermediate: int
     vocab: int
 
@@ -60,19 +58,19 @@ class Plan:
     """One run: bytes on each GPU at the worst moment, work and time."""
 
     run: str
-    strategy: str = ""
-    gpus: int = 1
-    parameters: int = 0
-    trainable: int = 0
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    logits: float = 0.0
-    cache: float = 0.0  # bytes of the KV cache of an evaluation batch, which is not held while training
-    tokens: int = 0
-    flops: float = 0.0
-    hours: float = 0.0
+    strategy: str
+    gpus: int
+    parameters: int
+    trainable: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    cache: float  # bytes of the KV cache of an evaluation batch, which is not held while training
+    tokens: int
+    flops: float
+    hours: float
     error: str = ""
 
     @property
@@ -84,32 +82,29 @@ def plan(config: Config) -> None:
     """Estimate memory, FLOPs, GPUs and hours of a run from formulas, before anything is downloaded."""
     if config.plan.gpu not in GPUS:
         raise UserError(f"plan.gpu must be one of {', '.join(GPUS)} (got {config.plan.gpu}).")
-    plans = [plan_run(name, planned) for name, planned in planned_configs(config).items()]
-    show([asdict(item) | {"held": item.held} for item in plans], config)
-    if refused := [item for item in plans if item.error]:
-        raise UserError("\n  ".join(f"{item.run}: {item.error}" for item in refused))
+    plans, errors = list[Plan](), list[str]()
+    for name, planned in planned_configs(config).items():
+        try:
+            plans.append(plan_run(name, planned))
+        except UserError as error:
+            errors.append(f"{name}: {first_line(error)}")
+    if plans:
+        show(plans, config)
+    if errors := errors + [f"{item.run}: {item.error}" for item in plans if item.error]:
+        raise UserError("\n  ".join(errors))
 
 
 def plan_run(name: str, config: Config) -> Plan:
-    """Plan one run on the fewest GPUs on which it fits memory and plan.hours; `error` says why none is enough."""
-    try:
-        sizes = measure(config)
-    except UserError as error:
-        return Plan(run=name, error=first_line(error))
-    trainer, settings = config.trainer, config.plan
+    """Plan one run on the fewest GPUs whose memory it fits; `error` says that no number is enough."""
+    sizes, trainer, settings = measure(config), config.trainer, config.plan
     usable = USABLE * GPUS[settings.gpu][0] * GIB
     most, configured = settings.gpus or MOST_GPUS, trainer.devices * trainer.num_nodes
-    counts = [configured] if configured > 1 else [2**i for i in range(most.bit_length()) if 2**i <= most]
-    item = Plan(run=name)
-    for gpus in counts:
+    for gpus in [configured] if configured > 1 else [2**i for i in range(most.bit_length()) if 2**i <= most]:
         allowed = ("single",) if gpus == 1 else ("ddp", "fsdp")
         for strategy in allowed if trainer.strategy not in allowed else (trainer.strategy,):
             item = plan_on(name, config, sizes, strategy, gpus)
-            if item.held <= usable and (settings.hours is None or item.hours <= settings.hours):
+            if item.held <= usable:
                 return item
-    if item.held <= usable:
-        item.error = f"plan.hours must be >= {item.hours:.2g} on {gpus} GPUs (got {settings.hours}). Raise plan.gpus."
-        return item
     item.error = (
         f"{item.held / GIB:,.1f} GiB exceed the {usable / GIB:,.1f} GiB usable on each of {gpus} GPUs. Use "
         "trainer.gradient_checkpointing=true, a smaller trainer.batch_size with more trainer.accumulate, "
@@ -152,7 +147,7 @@ def plan_on(name: str, config: Config, sizes: Sizes, strategy: str, gpus: int) -
         run=name, strategy=strategy, gpus=gpus, parameters=sizes.parameters, trainable=sizes.trainable,
         weights=weights, gradients=gradients, optimizer=optimizer, activations=micro * activations + casts,
         logits=micro * length * sizes.vocab * (12.0 if phases else 6.0),  # bfloat16, float32 and their gradients
-        cache=2.0 * sizes.layers * sizes.kv_heads * sizes.head_dim * stored * positions,
+        cache=2.0 * sizes.layers * sizes.shape.kv_heads * sizes.shape.head_dim * stored * positions,
         tokens=tokens, flops=flops, hours=flops / (gpus * peak * config.plan.utilization) / 3600,
     )  # fmt: skip
 
@@ -164,8 +159,8 @@ def flops_per_token(sizes: Sizes, length: int, phase: PhaseConfig, checkpointing
     products of 2 H D (T + 1) / 2 FLOPs a layer (2 forward, 5 backward; Dao 2023, arXiv:2307.08691). Distillation and
     checkpointing each add a forward pass.
     """
-    matrices = 2.0 * (sizes.linear + sizes.vocab * sizes.width)
-    pairs = 2.0 * sizes.layers * sizes.heads * sizes.head_dim * (length + 1) / 2
+    matrices = 2.0 * (sizes.linear + sizes.vocab * sizes.shape.width)
+    pairs = 2.0 * sizes.layers * sizes.shape.heads * sizes.shape.head_dim * (length + 1) / 2
     extra = (phase.objective == "distill") + checkpointing
     return ((3 if phase.trainable == "all" else 2) + extra) * matrices + (7 + 2 * extra) * pairs
 
@@ -177,11 +172,11 @@ def activation_bytes(sizes: Sizes, length: int, trains_base: bool, soft: bool, c
     under autocast 13 E in place of 4.5 E. Soft routing keeps 4.5 bytes of each of the H T^2 pairs. Checkpointing keeps
     the layers' inputs, 2 E bytes a token, and all of one layer. Constants fit traces of GPT-2, Llama and Mistral.
     """
-    e = sizes.width
-    elements = 4 * sizes.intermediate + 2 * (sizes.heads + sizes.kv_heads) * sizes.head_dim
+    shape, e = sizes.shape, sizes.shape.width
+    elements = 4 * sizes.intermediate + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     layer = 2.0 * length * (elements + (13 if trains_base else 4.5) * e)
     if soft:
-        layer += 4.5 * sizes.heads * length**2
+        layer += 4.5 * shape.heads * length**2
     inputs = 2.0 * length * e * (2 if trains_base else 1)
     return inputs * sizes.layers + layer if checkpointing else layer * sizes.layers
 
@@ -202,13 +197,10 @@ def measure(config: Config) -> Sizes:
         lora = config.recipe.lora
         add_lora(model, lora, count_router_parameters(model, lora.router_groups, FocusOptions.routing_dim))
     trained = {phase.trainable for _, phase in config.phases}
-    heads = architecture.num_attention_heads
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, t) for t in trained)),
-        linear=linear, layer=size // len(layers), layers=len(layers), width=architecture.hidden_size, heads=heads,
-        kv_heads=getattr(architecture, "num_key_value_heads", None) or heads,
-        head_dim=getattr(architecture, "head_dim", None) or architecture.hidden_size // heads,
+        linear=linear, layer=size // len(layers), layers=len(layers), shape=model_shape(model),
         intermediate=getattr(architecture, "intermediate_size", None) or 4 * architecture.hidden_size,
         vocab=architecture.vocab_size,
     )  # fmt: skip
@@ -230,24 +222,24 @@ def load_architecture(config: Config) -> PreTrainedConfig:
 
 
 def planned_configs(config: Config) -> dict[str, Config]:
-    """Return the configurations to plan by row name: plan.models, the variants, or the run itself."""
+    """Return the configurations to plan by row name: plan.models as in the paper, the variants, or the run itself."""
     if not config.plan.models:
         return compose_variants(config) if config.variants else {config.model.name: config}
     command_line = [part for part in command_overrides() if not part.startswith("model=")]
     configs = {}
     for name in config.plan.models:
-        paper = compose("config", [f"model={name}"]).model.paper if config.plan.paper else []
+        paper = compose("config", [f"model={name}"]).model.paper
         configs[name] = compose_overrides([f"model={name}", *paper, *command_line])
     return configs
 
 
-def show(rows: list[dict[str, Any]], config: Config) -> None:
+def show(plans: list[Plan], config: Config) -> None:
     """Print plans as a table in GiB, PFLOP and hours."""
     memory, bf16, _ = GPUS[config.plan.gpu]
     print(
         f"{config.plan.gpu}: {memory:g} GiB, {100 * USABLE:.0f} % usable; {100 * config.plan.utilization:.0f} % of "
         f"{bf16 / 1e12:g} TFLOP/s. Bytes are GiB of each GPU, FLOPs are 1e15."
     )
-    frame = pd.DataFrame(rows).drop(columns="error")
+    frame = pd.DataFrame([asdict(item) | {"held": item.held} for item in plans]).drop(columns="error")
     frame = frame.assign(**frame[[*BYTES]] / GIB, flops=frame.flops / 1e15)
     print(frame.to_string(index=False, max_colwidth=40, float_format="{:,.3g}".format))

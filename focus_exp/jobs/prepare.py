@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
@@ -55,10 +55,19 @@ def prepare(run: Run) -> Setup:
         from_scratch=config.recipe.from_scratch,
     )  # fmt: skip
     model, tokenizer = loaded.model, loaded.tokenizer
-    run.describe_model(loaded.provenance, sum(p.numel() for p in model.parameters()))
+    parameters = sum(p.numel() for p in model.parameters())
+    run.describe("model", loaded.provenance, f"{parameters:,} parameters", parameters=parameters)
     place_base(model, config, run.precision.device)
     corpus = load_corpus(config.data, tokenizer, assets=config.assets, cache=cache)
-    run.describe_data(corpus.provenance, {name: len(getattr(corpus, name)) for name in SPLITS})
+    tokens = {name: len(getattr(corpus, name)) for name in SPLITS}
+    detail = ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items())
+    run.describe("data", corpus.provenance, detail, tokens=tokens)
+    revision = config.data.revision
+    if corpus.provenance.source == "hub" and not re.fullmatch("[0-9a-f]{40}", revision or ""):
+        run.warn(
+            f"data.revision should be a commit of {corpus.provenance.requested} (got {revision}), such as "
+            f"{corpus.provenance.revision}"
+        )
     run.save()
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
@@ -131,14 +140,8 @@ def train_base(config: Config) -> ModelConfig:
     return replace(config.model, path=str(folder / "model"))
 
 
-# kernels
-
-
 def check_backend(model: PreTrainedModel, backend: str) -> None:
     """Raise UserError if the requested kernel does not support this model on this device."""
-    if backend in KERNELS and (reason := KERNELS[backend].unsupported_reason(requirements(model, model.dtype))):
+    requirements = KernelRequirements(model.device.type, model.dtype, model_shape(model).head_dim)
+    if backend in KERNELS and (reason := KERNELS[backend].unsupported_reason(requirements)):
         raise UserError(f"attention.backend must be supported here (got {backend}, which {reason}). Type auto.")
-
-
-def requirements(model: PreTrainedModel, dtype: torch.dtype) -> KernelRequirements:
-    return KernelRequirements(model.device.type, dtype, model_shape(model).head_dim)

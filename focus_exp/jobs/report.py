@@ -11,7 +11,7 @@ from focus_exp.jobs.run import print_table
 from focus_exp.reporting.check import find_stale, renew
 from focus_exp.reporting.figures import write_report_figures
 from focus_exp.reporting.load import load_results
-from focus_exp.reporting.report import report_tables, verdict_table, write_report
+from focus_exp.reporting.report import REPORT, report_tables, verdict_table, write_report
 from focus_exp.reporting.wandb import build_workspace, log_tables, wandb_mode
 
 
@@ -30,9 +30,8 @@ def report(config: Config) -> None:
         return
     if config.report.renew:
         renew(runs)
-    folder = Path(config.report.folder or runs / "report")
-    print_table(verdict_table(write_report(load_results(runs, config.budget["name"]), folder)))
-    print(f"report: {folder / 'report.md'}")
+    print_table(verdict_table(write_report(load_results(runs, config.budget["name"]), runs / REPORT)))
+    print(f"report: {runs / REPORT / 'report.md'}")
 
 
 def dashboard(config: Config) -> None:
@@ -46,7 +45,7 @@ def dashboard(config: Config) -> None:
     mode: Any = wandb_mode(config.logger.wandb)
     workspace = build_workspace(entity or "", project)
     tables = report_tables(load_results(runs, config.budget["name"]))
-    figures = write_report_figures(tables, Path(config.report.folder or runs / "report") / "figures")
+    figures = write_report_figures(tables, runs / REPORT / "figures")
     live = wandb.init(
         project=project, entity=entity, dir=runs, mode=mode, name="report", group="report",
         job_type="report", settings=wandb.Settings(silent=True),

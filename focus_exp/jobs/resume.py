@@ -66,10 +66,10 @@ def check_inputs(config: Config, record: Record) -> None:
 
 
 def check_fingerprint(part: str, earlier: dict[str, Any], fingerprint: str, folder: Path) -> None:
-    """Raise UserError if the run started with another model or text, which its checkpoints and scores belong to."""
+    """Raise UserError if the run started with another model or text, which its checkpoints belong to."""
     then = earlier.get("fingerprint")
     if then not in (None, fingerprint):
-        raise UserError(f"{part} must be that of {folder}, {then[:12]} (got {fingerprint[:12]}). {REPEAT}")
+        raise UserError(f"the {part} must be that of {folder}, {then[:12]} (got {fingerprint[:12]}). {REPEAT}")
 
 
 def resume_record(record: Record, earlier: Record, folder: Path) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import sys
 import time
@@ -35,8 +34,6 @@ from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
 from focus_exp.results.run_dir import (
-    EMBEDDED_DATA,
-    EMBEDDED_MODEL,
     earlier_record,
     lock_of,
     name_data,
@@ -51,7 +48,6 @@ from focus_exp.training.precision import Precision, choose_precision
 
 TABLE_WIDTH = 190
 WANDB_TIMEOUT = 10.0  # seconds in which a server must answer
-COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass
@@ -77,27 +73,20 @@ class Run:
         finally:
             self.record.train_seconds = (self.record.train_seconds or 0.0) + time.perf_counter() - start
 
-    def describe_model(self, provenance: Provenance, parameters: int) -> None:
-        """Print and record the model, after checking that an earlier attempt had the same one."""
-        check_fingerprint("the model", self.record.model, provenance.fingerprint, self.folder)
-        self.record.model = {
-            "name": provenance.used.split(" (")[0],
-            **asdict(provenance),
-            "parameters": parameters,
-        }
-        print_provenance("model", provenance, f"{parameters:,} parameters")
+    def describe(self, part: str, provenance: Provenance, detail: str, **facts: Any) -> None:
+        """Print and record the model or the data, after checking that an earlier attempt had the same.
 
-    def describe_data(self, provenance: Provenance, tokens: dict[str, int]) -> None:
-        """Print and record the corpus, after checking that an earlier attempt had the same one."""
-        check_fingerprint("the text", self.record.data, provenance.fingerprint, self.folder)
-        self.record.data = {"name": provenance.used.split(" (")[0], **asdict(provenance), "tokens": tokens}
-        revision = self.config.data.revision
-        if provenance.source == "hub" and not COMMIT.fullmatch(revision or ""):
-            self.warn(
-                f"data.revision should be a commit of {provenance.requested} (got {revision}), such as "
-                f"{provenance.revision}"
-            )
-        print_provenance("data", provenance, ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items()))
+        Args:
+            part: `model` or `data`.
+            detail: printed.
+            facts: recorded.
+        """
+        check_fingerprint(part, getattr(self.record, part), provenance.fingerprint, self.folder)
+        name = provenance.used.split(" (")[0]
+        setattr(self.record, part, {"name": name, **asdict(provenance), **facts})
+        print(f"{part}: {provenance.used} ({detail}; {provenance.source})")
+        if provenance.substitution:
+            print(f"  SUBSTITUTE: {provenance.substitution}")
 
     def warn(self, message: str) -> None:
         """Print a warning now, and below the tables."""
@@ -235,26 +224,11 @@ def make_loggers(config: Config, folder: Path) -> list[Logger]:
 def headline(config: Config) -> str:
     """Return one line on what is about to run."""
     name = f"{config.experiment}, {config.variant}" if config.variant else config.experiment
-    model = describe_used(config, name_model(config), EMBEDDED_MODEL, config.model.name)
-    data = describe_used(config, name_data(config), EMBEDDED_DATA, config.data.name)
-    start = f"{config.job} {name}: {config.recipe.name} of {model} with {config.attention.name}"
+    start = f"{config.job} {name}: {config.recipe.name} of {name_model(config)} with {config.attention.name}"
     tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.seq_len
     phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in config.phases)
     work = f"adapter {config.adapter}" if config.adapter else phases or "no training"
-    return f"{start} on {data}, seed {config.seed}: {work}"
-
-
-def describe_used(config: Config, used: str, substitute: str, requested: str) -> str:
-    """Return the requested name, or that of the substitute with the reason."""
-    reason = "assets=embedded" if config.assets == "embedded" else "no hub"
-    return f"{used} (instead of {requested}: {reason})" if used == substitute != requested else requested
-
-
-def print_provenance(part: str, provenance: Provenance, detail: str) -> None:
-    """Print what is used, before any work is done with it."""
-    print(f"{part}: {provenance.used} ({detail}; {provenance.source})")
-    if provenance.substitution:
-        print(f"  SUBSTITUTE: {provenance.substitution}")
+    return f"{start} on {name_data(config)}, seed {config.seed}: {work}"
 
 
 def print_table(table: pd.DataFrame, title: str | None = None) -> None:

@@ -77,7 +77,6 @@ def train(config: Config) -> None:
     tuned, trials = tune_learning_rate(config)
     with process_group(config.trainer, device.type), open_run(config) as run:
         run.config, run.record.config, run.record.trials = tuned, asdict(tuned), trials
-        run.record.measurements += map(measure_trial, trials)
         if trials:
             print(f"learning rate {last_rate(tuned):g}, the best of {len(trials)} on validation text")
         with sequential_by_rank(config.trainer.devices):
@@ -381,11 +380,6 @@ def read_loss(record: Record) -> dict[str, Any]:
             return {"nll": nll}
     failed = (m for m in record.measurements if m.variant == record.primary_variant and m.settings.get("error"))
     return {"error": next((m.settings["error"] for m in failed), "no result")}
-
-
-def measure_trial(trial: Trial) -> Measurement:
-    settings = {"learning_rate": trial.learning_rate, "error": trial.error}
-    return Measurement(variant="lr_trial", metric="validation_nll", value=trial.nll, unit="nats", settings=settings)
 
 
 def last_rate(config: Config) -> float:

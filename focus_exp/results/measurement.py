@@ -36,7 +36,6 @@ Metrics
                probe before); settings: phase, step
     fits       importance, importance_lost_fraction, importance_lost_fraction_bound, distant_density,
                groups_per_query [head]; settings: layer
-    training   validation_nll [settings: learning_rate], of the trials of a learning rate
     analysis   group_fraction, group_purity, word_class_fraction,
                purity, ami, router_agreement, passage_distant_density, pair_affinity, class_nll, class_nll_change
     generation continuation_nll, agreeing_tokens, generated_tokens, generation_seconds, keys_read, cache_bytes

@@ -4,17 +4,10 @@ from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, Ke
 from focus_exp.attention.kernels.cpu_sparse import CpuSparse
 from focus_exp.attention.kernels.gpu_sparse import Triton
 
-__all__ = [
-    "KERNELS", "Backend", "BackendUnsupported", "KernelRequirements", "select_backends", "unsupported_reasons",
-]  # fmt: skip
+__all__ = ["KERNELS", "Backend", "BackendUnsupported", "KernelRequirements", "select_backends"]
 
 # in the order of preference
 KERNELS: dict[str, Backend] = {kernel.name: kernel for kernel in (Triton(), CpuSparse())}
-
-
-def unsupported_reasons(requirements: KernelRequirements) -> dict[str, str | None]:
-    """Return by kernel why it does not serve; None for those that do."""
-    return {name: kernel.unsupported_reason(requirements) for name, kernel in KERNELS.items()}
 
 
 def select_backends(requirements: KernelRequirements, name: str = "auto") -> list[Backend]:
