@@ -87,7 +87,10 @@ def run_command() -> None:
 
 
 def catch_errors(work: Callable[[], None]) -> int:
-    """Run `work`, print an error of the user or of the system as one message, and return the exit code."""
+    """Run `work`, print an error of the user or of the system as one message, and return the exit code.
+
+    Errors of the program are raised.
+    """
     try:
         work()
     except UserError as error:
@@ -118,6 +121,8 @@ def catch_errors(work: Callable[[], None]) -> int:
             "memory of a command."
         )
     except OSError as error:
+        if error.errno in (None, errno.ENOENT):  # of the program
+            raise
         hint = (
             ". Free some space, raise the limit (ulimit -a), or choose another folder with runs_dir= or cache_dir=, "
             "then re-run to resume."

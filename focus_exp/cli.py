@@ -88,7 +88,7 @@ def quote_override(override: str, is_sweep: bool = False) -> str:
         value = os.path.expanduser(value)
     name = key.lstrip("+")
     texts, lists = find_text_keys()
-    is_list = name in lists
+    is_list = name in lists or f"{name.rpartition('.')[0]}.*" in lists
     if not value or key.startswith(("-", "~")) or not (is_list or name in texts) or RESERVED.fullmatch(value):
         if not value or key.startswith("-") or set(value) & set("\\'\"()[]{}"):
             return override
@@ -119,13 +119,15 @@ def split_elements(values: str) -> list[str]:
 
 @cache
 def find_text_keys() -> tuple[frozenset[str], frozenset[str]]:
-    """Return the keys of texts, and those of lists of texts."""
+    """Return the keys of texts, and those of lists of texts (`tables.*`: of every key below)."""
     texts, lists = set(), set()
     for key, (kind, limits) in list_keys().items():
         if kind in (str, str | None) and not limits.get("choices"):
             texts.add(key)
         elif kind == list[str]:
             lists.add(key)
+        elif kind == dict[str, list[str]]:
+            lists.add(f"{key}.*")
     return frozenset(texts - {"experiment", "variant"}), frozenset(lists)  # these two choose files
 
 
