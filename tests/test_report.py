@@ -9,7 +9,7 @@ import pytest
 
 from focus_exp.reporting import report
 from focus_exp.reporting.claims import VERDICTS, evaluate_claims
-from focus_exp.reporting.format import to_latex, to_markdown
+from focus_exp.reporting.format import to_html, to_latex, to_markdown
 from focus_exp.reporting.load import load_results, read_yaml
 from focus_exp.reporting.paper_tables import paper_rows
 from focus_exp.reporting.report import (
@@ -143,7 +143,8 @@ def test_claims_paper_ratios_are_printed_in_the_paper():
 
 def test_report_files_have_all_formats(results, content):
     files = report_files(results, content)
-    assert {"report.md", "report.tex", "claims.csv"} <= set(files)
+    assert {"report.md", "report.html", "report.tex", "claims.csv"} <= set(files)
+    assert files["report.html"].count("<table>") == files["report.md"].count("\n| ---")
     assert files["report.tex"].count(r"\begin{longtable}") > 15
 
 
@@ -151,6 +152,7 @@ def test_format_tables_escape_markup():
     table = pd.DataFrame({"a|b": ["1 % & <x>"]})
     assert to_markdown(table) == "| a\\|b |\n| --- |\n| 1 % & <x> |\n"
     assert r"1 \% \& <x>" in to_latex(table)
+    assert "&lt;x&gt;" in to_html("`<x>`", "t")
 
 
 # --- checks ---

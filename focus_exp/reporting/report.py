@@ -22,6 +22,7 @@ from focus_exp.reporting.format import (
     format_significant,
     is_missing,
     percent,
+    to_html,
     to_latex,
     to_markdown,
     to_percent,
@@ -63,7 +64,7 @@ def report_files(results: Results, content: dict[str, pd.DataFrame]) -> dict[str
     shown = [("Verdicts", verdict_table(content["claims"]))]
     shown += [(t.attrs["spec"].title, display_table(t)) for t in content.values() if "spec" in t.attrs]
     latex = "\n".join(to_latex(table, title) for title, table in shown)
-    files = {f"{REPORT}.md": markdown, f"{REPORT}.tex": latex}
+    files = {f"{REPORT}.md": markdown, f"{REPORT}.html": to_html(markdown, "focus_exp: report"), f"{REPORT}.tex": latex}
     return files | {f"{name}.csv": table.to_csv(index=False) for name, table in content.items()}
 
 
