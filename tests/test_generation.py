@@ -14,6 +14,7 @@ from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Continuation, Generation, common_prefix, measure_cache
 from focus_exp.models.random import byte_tokenizer
+from focus_exp.results.measurement import format_measurements
 from focus_exp.results.record import Record
 from focus_exp.training.precision import choose_precision
 
@@ -29,8 +30,8 @@ FIT = [
 def continuations(folder):
     record = Record.load(only_run(folder) / "record.json")
     rows = [Continuation(**row) for row in record.continuations]
-    expected = [replace(m, seed=0).to_cells() for row in rows for m in row.measurements()]
-    assert [m.to_cells() for m in record.measurements][-len(expected) :] == expected
+    expected = [replace(m, seed=0) for row in rows for m in row.measurements()]
+    assert format_measurements(record.measurements[-len(expected) :]) == format_measurements(expected)
     return rows
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from pytorch_lightning.loggers import Logger, WandbLogger
+from pytorch_lightning.loggers import WandbLogger
 from rich.console import Console
 from rich.table import Table
 
@@ -58,7 +58,7 @@ class Run:
     folder: Path
     record: Record
     precision: Precision
-    loggers: list[Logger] = field(default_factory=list)
+    loggers: list[WandbLogger] = field(default_factory=list)
 
     def save(self) -> None:
         if is_main():
@@ -107,8 +107,7 @@ class Run:
         """Write and print the results, and log them to W&B."""
         results, tables, figures = self.write_report()
         for logger in self.loggers:
-            if isinstance(logger, WandbLogger):
-                log_run(logger.experiment, results, tables, figures)
+            log_run(logger.experiment, results, tables, figures)
         print(f"run folder: {self.folder}")
 
 
@@ -171,9 +170,8 @@ def record_run(config: Config) -> Iterator[Run]:
             if not config.trainer.keep_checkpoints:
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         for logger in run.loggers:
-            if isinstance(logger, WandbLogger):
-                with suppress(ConnectionError):  # its process may have had the signal too
-                    logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
+            with suppress(ConnectionError):  # its process may have had the signal too
+                logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
 
 
 def new_run(config: Config) -> Run:
@@ -197,28 +195,27 @@ def new_run(config: Config) -> Run:
     return Run(config, run_folder(config), record, precision)
 
 
-def make_loggers(config: Config, folder: Path) -> list[Logger]:
+def make_loggers(config: Config, folder: Path) -> list[WandbLogger]:
     """Return the loggers besides metrics.jsonl. Attempts of one run share its W&B name."""
-    loggers: list[Logger] = []
     mode: Any = wandb_mode(config.logger.wandb)
-    if mode != "disabled":
-        import wandb
+    if mode == "disabled":
+        return []
+    import wandb
 
-        options: dict[str, Any] = {
-            "name": folder.relative_to(config.runs_dir).as_posix(), "project": config.logger.wandb_project,
-            "entity": config.logger.wandb_entity, "dir": folder, "config": asdict(config),
-            "settings": wandb.Settings(silent=True, init_timeout=WANDB_TIMEOUT), **init_options(asdict(config)),
-        }  # fmt: skip
-        try:
-            live = wandb.init(mode=mode, **options)
-        except wandb.Error as error:
-            if config.logger.wandb != "auto":
-                raise UserError(
-                    f"W&B refused the run: {first_line(error)} Run wandb login, or type logger.wandb=offline."
-                ) from error
-            live = wandb.init(mode="offline", **options)
-        loggers.append(WandbLogger(experiment=live))
-    return loggers
+    options: dict[str, Any] = {
+        "name": folder.relative_to(config.runs_dir).as_posix(), "project": config.logger.wandb_project,
+        "entity": config.logger.wandb_entity, "dir": folder, "config": asdict(config),
+        "settings": wandb.Settings(silent=True, init_timeout=WANDB_TIMEOUT), **init_options(asdict(config)),
+    }  # fmt: skip
+    try:
+        live = wandb.init(mode=mode, **options)
+    except wandb.Error as error:
+        if config.logger.wandb != "auto":
+            raise UserError(
+                f"W&B refused the run: {first_line(error)} Run wandb login, or type logger.wandb=offline."
+            ) from error
+        live = wandb.init(mode="offline", **options)
+    return [WandbLogger(experiment=live)]
 
 
 def headline(config: Config) -> str:

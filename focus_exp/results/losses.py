@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from focus_exp.errors import UserError
 from focus_exp.results.intervals import Estimate, estimate, units_of
@@ -58,33 +57,29 @@ class Losses:
 
 def write_losses(path: Path, by_task: dict[str, Losses]) -> None:
     """Write a row for each unit and a column for each variant, nine digits."""
-    names = list(dict.fromkeys(name for losses in by_task.values() for name in losses.nll))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*KEY, *names])
+    frames = []
     for task, losses in by_task.items():
-        columns = [losses.nll.get(name) for name in names]
-        for number, unit in enumerate(losses.units):
-            writer.writerow([task, *unit, *_cells(None if column is None else column[number] for column in columns)])
-    replace_file(path, text.getvalue().encode())
-
-
-def _cells(values: Iterable[float | None]) -> Sequence[str]:
-    return ["" if value is None or np.isnan(value) else f"{value:.9g}" for value in values]
+        units = pd.DataFrame(losses.units, columns=KEY[1:])
+        frames.append(units.assign(of=task, **losses.nll))
+    table = pd.concat(frames)
+    names = [name for name in table if name not in KEY]
+    replace_file(path, table[[*KEY, *names]].to_csv(index=False, float_format="%.9g", lineterminator="\n").encode())
 
 
 def read_losses(path: Path) -> dict[str, Losses]:
     """Read a losses.csv; {} without a file. Raises UserError for a damaged one."""
     if not path.exists():
         return {}
-    by_task: dict[str, list[list[str]]] = {}
     try:
-        head, *lines = csv.reader(path.read_text(encoding="utf-8").splitlines())
-        for task, *line in lines:
-            by_task.setdefault(task, []).append(line)
-        names = head[len(KEY) :]
-        return {task: _losses(names, lines) for task, lines in by_task.items()}
-    except (ValueError, IndexError) as error:
+        types = {"of": str, "document": str, "offset": int, "tokens": int}
+        table = pd.read_csv(path, dtype=types, keep_default_na=False, na_values=[""], float_precision="round_trip")
+        tasks = {}
+        for task, rows in table.groupby("of", sort=False):
+            units = rows[[*KEY[1:]]].itertuples(index=False, name=None)
+            scored = rows.drop(columns=[*KEY]).dropna(axis="columns", how="all")
+            tasks[str(task)] = Losses([*units], {name: scored[name].to_numpy(float) for name in scored})
+        return tasks
+    except (ValueError, KeyError) as error:
         raise UserError(f"{path} must hold losses ({error}). Run the job again.") from error
 
 
@@ -128,10 +123,3 @@ def is_same_change(a: Measurement, b: Measurement | None) -> bool:
 
 def _is_close(a: float | None, b: float | None) -> bool:
     return math.isclose(a or 0.0, b or 0.0, abs_tol=DIGITS)
-
-
-def _losses(names: list[str], lines: list[list[str]]) -> Losses:
-    units = [(document, int(offset), int(tokens)) for document, offset, tokens, *_ in lines]
-    columns = zip(*(line[3:] for line in lines), strict=True)
-    scored = [(name, cells) for name, cells in zip(names, columns, strict=True) if any(cells)]
-    return Losses(units, {name: np.array([float(cell or "nan") for cell in cells]) for name, cells in scored})

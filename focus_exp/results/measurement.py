@@ -44,13 +44,14 @@ Metrics
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 MEASUREMENTS = "measurements.csv"
 COLUMNS = ("variant", "metric", "value", "low", "high", "reference", "n", "unit", "seed", "density", "settings")
@@ -75,12 +76,6 @@ class Measurement:
     seed: int | None = None
     density: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-
-    def to_cells(self) -> list[str]:
-        """Return the CSV cells, floats with 12 significant digits."""
-        settings = {key: value for key, value in self.settings.items() if value is not None}
-        text = json.dumps(settings, sort_keys=True, ensure_ascii=False, separators=(",", ":")) if settings else ""
-        return [text if name == "settings" else _format_cell(getattr(self, name)) for name in COLUMNS]
 
 
 def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
@@ -144,12 +139,16 @@ def loss_change(
 
 
 def format_measurements(measurements: Iterable[Measurement]) -> str:
-    """Return the text of a `measurements.csv`."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(measurement.to_cells() for measurement in measurements)
-    return text.getvalue()
+    """Return the text of a `measurements.csv`, floats with 12 significant digits."""
+    table = pd.DataFrame([vars(measurement) for measurement in measurements], columns=COLUMNS)
+    table["settings"] = [_format_settings(settings) for settings in table.settings]
+    table[["n", "seed"]] = table[["n", "seed"]].astype("Int64")
+    return table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
+
+
+def _format_settings(settings: dict[str, Any]) -> str:
+    known = {key: value for key, value in settings.items() if value is not None}
+    return json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":")) if known else ""
 
 
 def read_measurements(path: str | Path) -> list[Measurement]:
@@ -169,11 +168,3 @@ def _parse_row(row: dict[str, str]) -> Measurement:
         values[name] = int(row[name]) if row[name] else None
     values["settings"] = json.loads(row["settings"]) if row["settings"] else {}
     return Measurement(**values)
-
-
-def _format_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.{DIGITS}g}"
-    return str(value)

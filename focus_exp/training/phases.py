@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ def train_phases(
     config: Config,
     precision: Precision,
     folder: Path,
-    loggers: list[Logger],
+    loggers: Sequence[Logger],
     *,
     probed: Tensor | None = None,
     between: Callable[[str], None] = lambda _: None,
@@ -112,7 +112,7 @@ def train_phase(
     seed: int,
     precision: Precision,
     folder: Path,
-    loggers: list[Logger],
+    loggers: Sequence[Logger],
     probed: Tensor | None = None,
     first_step: int = 0,
 ) -> None:
