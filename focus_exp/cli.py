@@ -222,11 +222,7 @@ MESSAGES = {
 
 
 def explain_error(error: Exception) -> str:
-    """Return an error of Hydra in one message, after its notes: the variant whose settings are wrong."""
-    return ": ".join([*getattr(error, "__notes__", []), explain_cause(error)])
-
-
-def explain_cause(error: Exception) -> str:
+    """Return an error of Hydra in one message."""
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read ({first_line(error)}). Close every bracket and quote in it."
     lines = [line.strip() for part in (error, error.__cause__) if part for line in str(part).splitlines()]

@@ -37,6 +37,7 @@ RENAMED: dict[str, str | None] = {
     "plan.paper": None,
     "report.folder": None,
     "bench.list": None,
+    "trainer.keep_checkpoints": None,
     "reproduce.minutes": None,
     "reproduce.publish": None,
     "model.trained_by": "model.base_run",

@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("stopped.py")
 SETTINGS = (
     *("recipe=finetune", "recipe.phases.router.steps=4", "recipe.phases.everything.steps=6"),
     *("model=tiny_gpt2", "model.architecture.resid_pdrop=0.1", "trainer.checkpoint_every=2", "trainer.log_every=1"),
-    *("eval.max_sequences=1", "eval.controls=false", "eval.top_k=[1]", "trainer.keep_checkpoints=true"),
+    *("eval.max_sequences=1", "eval.controls=false", "eval.top_k=[1]"),
 )
 SECOND_PHASE = "the second phase is trained"
 SIGTERM_STAGES = (*CALLS, "a checkpoint is written", "the trained base is written", "the table is written")

@@ -172,8 +172,7 @@ def test_save_lora_loads_with_peft(tiny_model, tmp_path, family, dtype, dora):
 
 
 def command(folder, name, *more):
-    kept = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=true", "eval.max_sequences=2")
-    return fitting(*tiny(folder, name), *kept, *more)
+    return fitting(*tiny(folder, name), "trainer.checkpoint_every=2", "eval.max_sequences=2", *more)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +195,7 @@ def seen(folder):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LanguageModelTask, "training_step", recorded)
+            patch.setattr("focus_exp.jobs.run.shutil.rmtree", lambda *_, **__: None)  # checkpoints stay
             result = run(*command(folder, name, *overrides))
         assert result.code == 0, result.err
     return batches

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.attention.options import FitOptions, RouterTraining, did_you_mean
 from focus_exp.checks import drop_file_fields, parse, validate
-from focus_exp.cli import quote_override
+from focus_exp.cli import explain_error, quote_override
 from focus_exp.config import Config, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
 from focus_exp.config_hash import flatten
 from focus_exp.errors import UserError, first_line
@@ -80,12 +80,9 @@ def compose_variant(config: Config, name: str | None, overrides: list[str]) -> C
     """
     try:
         return compose_checked(config, name, overrides)
-    except UserError as error:
-        raise error if name is None else UserError(f"variant {name}: {error}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        if name is not None:
-            error.add_note(f"variant {name}")
-        raise
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        reason = str(error) if isinstance(error, UserError) else explain_error(error)
+        raise UserError(f"variant {name}: {reason}" if name else reason) from error
 
 
 def compose_checked(config: Config, name: str | None, overrides: list[str]) -> Config:

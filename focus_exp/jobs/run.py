@@ -167,8 +167,7 @@ def record_run(config: Config) -> Iterator[Run]:
                 write_run_report(folder)
         else:
             run.report()
-            if not config.trainer.keep_checkpoints:
-                shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         for logger in run.loggers:
             with suppress(ConnectionError):  # its process may have had the signal too
                 logger.experiment.finish(exit_code=0 if record.status == "finished" else 1)
