@@ -58,8 +58,6 @@ def check_setting(argument: str) -> None:
     name = Path(argument).stem
     if Path(conf_dir(), "experiment", f"{name}.yaml").is_file():
         raise UserError(f"{argument} is not a setting. Type +experiment={name}.")
-    if argument.endswith((".yaml", ".yml")):
-        raise UserError(f"{argument} is not a setting. Type --config-dir=<folder>, then choose the file by its name.")
     raise UserError(f"{argument} is not a setting. Type key=value without spaces, such as attention=focus.")
 
 
