@@ -215,12 +215,8 @@ def test_only_process_zero_writes_and_prints(folder, pair):
 @slow
 def test_adapter_of_a_sharded_base_fits_the_base(folder, slow_pair):
     adapter = only_run(folder / "retrofit-fsdp") / "adapter"
-    assert (
-        run(
-            *without_attention(tiny(folder, "evaluated")), "eval.max_sequences=2", "job=evaluate", f"adapter={adapter}"
-        ).code
-        == 0
-    )
+    settings = [*without_attention(tiny(folder, "evaluated")), "eval.max_sequences=2"]
+    assert run(*settings, "job=evaluate", f"adapter={adapter}").code == 0
     trained, evaluated = (
         {row.name: row.nll for row in scored(record_of(folder / name).measurements)}
         for name in ("retrofit-fsdp", "evaluated")
@@ -282,7 +278,7 @@ def test_killed_process_ends_the_run_which_resumes_to_the_same_numbers(folder, p
     )
     command = [*tiny(folder, "killed"), *RETROFIT, *STRATEGIES["ddp"]]
     assert torchrun(str(program), *command).returncode != 0
-    assert record_of(folder / "killed").status in ("failed", "interrupted")
+    assert record_of(folder / "killed").status != "finished"
     resumed = torchrun("-m", "focus_exp", *command)
     assert resumed.returncode == 0, resumed.stderr
     assert outcome(folder / "killed") == outcome(folder / "retrofit-ddp")
