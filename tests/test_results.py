@@ -13,7 +13,7 @@ from focus_exp.checks import parse
 from focus_exp.config import conf_dir, register_schemas
 from focus_exp.config_hash import config_hash
 from focus_exp.reporting.load import Results
-from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, loss_change, read_measurements
+from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import run_folder
 from focus_exp.results.setup import setup_key
@@ -26,7 +26,7 @@ def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:
         Measurement(variant="base", metric="perplexity", value=38.1637680671, n=6, seed=0, density=1.0),
         Measurement(variant="sparq", metric="perplexity", value=float("inf"), settings={"phase": "router", "step": 3}),
         Measurement(variant="sparq", metric="nll", value=None, settings={"error": "out of memory"}),
-        *loss_change("focus_hard", "base", (0.03, 0.02, 0.04), n=6),
+        Measurement(variant="focus_hard", metric="nll_change", value=0.03, low=0.02, high=0.04, reference="base"),
     ]
     path = tmp_path / MEASUREMENTS
     path.write_text(format_measurements(written), encoding="utf-8")

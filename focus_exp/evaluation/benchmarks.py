@@ -40,7 +40,7 @@ from focus_exp.evaluation.statistics import sequence_means, sequence_sums
 from focus_exp.models.methods import swap_methods
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
-from focus_exp.results.measurement import Measurement, loss_change
+from focus_exp.results.measurement import Measurement
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
@@ -186,18 +186,13 @@ class TaskResult:
             name = task if task.startswith(metric.name) else f"{metric.name}:{task}"
             yield Measurement(metric=name, value=metric.value, settings=settings, **common)
             if change is not None:
-                settings = settings | {"dof": change.dof, "stderr": None}
-                suffix = name.removeprefix(metric.name)
+                changed = f"{metric.name}_change:{task}"
                 if metric.is_perplexity:
-                    del common["unit"]
-                    yield from loss_change(
-                        reference=BASE, bounds=change[:3], suffix=suffix, settings=settings, **common
-                    )  # fmt: skip
-                else:
-                    yield Measurement(
-                        metric=f"{metric.name}_change:{task}", value=change.value, low=change.low, high=change.high,
-                        reference=BASE, settings=settings, **common,
-                    )  # fmt: skip
+                    changed, common["unit"] = f"nll_change{name.removeprefix(metric.name)}", "nats"
+                yield Measurement(
+                    metric=changed, value=change.value, low=change.low, high=change.high, reference=BASE,
+                    settings=settings | {"dof": change.dof, "stderr": None}, **common,
+                )  # fmt: skip
             if metric is primary:
                 yield from self.request_measurements(variant, task, density)
 

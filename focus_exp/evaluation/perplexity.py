@@ -54,7 +54,7 @@ from focus_exp.models.methods import (
 )
 from focus_exp.progress import ProgressBar
 from focus_exp.results.losses import Losses
-from focus_exp.results.measurement import Measurement, hard_variant, loss_change
+from focus_exp.results.measurement import Measurement, hard_variant
 from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
 
@@ -476,9 +476,11 @@ class PerplexityEvaluator:
             key = f"{reference}, after {variant.phase}" if variant.phase and reference != BASE else reference
             if key in losses.nll:
                 change = losses.difference(variant.key, losses, key)
-                bounds = (change.value, *change.bounds)
-                yield from loss_change(reference=reference, bounds=bounds, n=count, settings=settings | {"dof": dof},
-                                       **common)  # fmt: skip
+                low, high = change.bounds
+                yield Measurement(
+                    metric="nll_change", value=change.value, low=low, high=high, reference=reference, unit="nats",
+                    n=count, settings=settings | {"dof": dof}, **common,
+                )  # fmt: skip
         routed = variant.method in ("focus", "focus_dual")
         for metric, value, unit in (
             ("distant_density", distant_density, "fraction"),

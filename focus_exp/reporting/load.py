@@ -217,6 +217,7 @@ def benchmark_rows(rows: list[Row]) -> Iterator[Row]:
     """Yield scores of tasks and their paired changes from full attention."""
     rows = [row for row in rows if row.task is not None]
     density = {(row.variant, row.task): row.value for row in rows if row.metric.startswith("distant_density:")}
+    # records of earlier versions repeat changes of the loss in per cent
     scored = [row for row in rows if row.kind is not None and not row.metric.startswith("perplexity_change_pct")]
     scores = {(row.variant, row.task, row.lm_eval_metric): row.value for row in scored if row.reference is None}
     for row in scored:

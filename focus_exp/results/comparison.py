@@ -7,7 +7,7 @@ from pathlib import Path
 
 from focus_exp.errors import UserError
 from focus_exp.results.losses import LOSSES, TEXT, Losses, read_losses
-from focus_exp.results.measurement import Measurement, loss_change
+from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import RECORD, Record, VariantRun
 
 Scored = dict[str, tuple[Losses, str, Hashable]]  # variant -> losses, the name in them, what was scored
@@ -66,8 +66,11 @@ def paired_changes(scored: Scored, references: list[str]) -> Iterator[Measuremen
         for name, (losses, own_name, own_tokens) in scored.items():
             if name != reference and own_tokens == tokens and losses.units == other.units:
                 change = losses.difference(own_name, other, other_name)
-                bounds, count = (change.value, *change.bounds), losses.unit_count
-                yield from loss_change(name, reference, bounds, n=count, settings={"dof": change.freedom})
+                low, high = change.bounds
+                yield Measurement(
+                    variant=name, reference=reference, metric="nll_change", value=change.value, low=low, high=high,
+                    unit="nats", n=losses.unit_count, settings={"dof": change.freedom},
+                )  # fmt: skip
 
 
 def _scored_tokens(run: Record) -> Hashable:

@@ -20,13 +20,13 @@ A run writes one row a measured number. The columns are
     settings   JSON object, keys sorted: what tells apart rows of one variant and metric
 
 Metrics
-    quality    perplexity, nll, nll_change [nats, paired with `reference`], perplexity_change_pct (100 expm1 of
-               nll_change), distant_density (of the pairs beyond window and sinks),
-               largest_group_fraction (of the tokens; mean over layers), eval_tokens, eval_seconds,
+    quality    perplexity, nll, nll_change [nats, paired with `reference`; the change of perplexity is its expm1],
+               distant_density (of the pairs beyond window and sinks), largest_group_fraction (of the tokens; mean over
+               layers), eval_tokens, eval_seconds,
                training_tokens and fit_seconds of an adapter in another method's table
     benchmarks <metric>:<task> with lm-eval's names (acc:hellaswag, acc_norm:piqa, perplexity:lambada_openai) and
                perplexity@<tokens>; their paired changes from `base`: acc_change:hellaswag,
-               nll_change:lambada_openai, nll_change@8192, perplexity_change_pct@8192; what the mask did on the
+               nll_change:lambada_openai, nll_change@8192; what the mask did on the
                requests of a task: requests:<task>, truncated_requests:<task>, distant_fraction:<task>,
                distant_density:<task>, largest_group_fraction:<task>, eval_seconds:<task>
     speed      latency_ms, speedup [x, reference full], attention_latency_ms, attention_speedup, peak_memory_bytes;
@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,33 +108,6 @@ def primary_variant(attention: dict[str, Any], rows: Iterable[dict[str, Any]]) -
         *(row for row in final if row["kind"] == "trained"),
     ]
     return str(candidates[0]["variant"]) if candidates else ""
-
-
-def perplexity_change_pct(nats: float | None) -> float | None:
-    """Return the change of perplexity [%] that a change of the loss [nats] is."""
-    return None if nats is None else 100 * math.expm1(min(nats, MAX_NATS))
-
-
-def loss_change(
-    variant: str,
-    reference: str,
-    bounds: tuple[float | None, float | None, float | None],
-    suffix: str = "",
-    **columns: Any,
-) -> list[Measurement]:
-    """Return a paired change as `nll_change` [nats] and `perplexity_change_pct`.
-
-    Args:
-        bounds: value, low and high in nats per token.
-        suffix: names the task behind both metrics, as in `nll_change@8192`.
-        columns: further columns of both rows.
-    """
-    common = {"variant": variant, "reference": reference, **columns}
-    (value, low, high), (pct, pct_low, pct_high) = bounds, map(perplexity_change_pct, bounds)
-    return [
-        Measurement(metric=f"nll_change{suffix}", value=value, low=low, high=high, unit="nats", **common),
-        Measurement(metric=f"perplexity_change_pct{suffix}", value=pct, low=pct_low, high=pct_high, unit="%", **common),
-    ]
 
 
 def format_measurements(measurements: Iterable[Measurement]) -> str:
