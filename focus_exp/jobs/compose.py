@@ -258,19 +258,17 @@ def needs_base(config: Config) -> bool:
 
 def base_overrides(config: Config) -> list[str]:
     """Return the overrides of the command that trains the base, in the same folders and budget, untuned by default."""
-    overrides = [
-        "recipe.tune.factors=[]",
-        *config.model.base_run,
-        *shared_overrides(config),
-        f"cache_dir={config.cache_dir or 'null'}",
-    ]
-    return [quote_override(override) for override in overrides]
+    overrides = ["recipe.tune.factors=[]", *config.model.base_run]
+    return [*map(quote_override, overrides), *shared_overrides(config)]
 
 
 def shared_overrides(config: Config) -> list[str]:
-    """Return the overrides that commands started by this one share with it."""
-    keys = {"budget": config.budget["name"], "assets": config.assets, "runs_dir": config.runs_dir}
-    return [f"{key}={value}" for key, value in (keys | {"logger.wandb": config.logger.wandb}).items()]
+    """Return the overrides that commands started by this one share with it: budget and places."""
+    keys = {
+        "budget": config.budget["name"], "assets": config.assets, "runs_dir": config.runs_dir,
+        "cache_dir": config.cache_dir or "null", "logger.wandb": config.logger.wandb,
+    }  # fmt: skip
+    return [quote_override(f"{key}={value}") for key, value in keys.items()]
 
 
 def compose_base(config: Config) -> Config:

@@ -61,6 +61,5 @@ def table_overrides(table: list[str], config: Config) -> list[str]:
         folder = run_folder(run if variant is None else compose_variant(run, variant, overrides))
         return quote_text(f"{folder}/adapter")
 
-    cache = [f"cache_dir={config.cache_dir}"] if config.cache_dir else []
     overrides = [TABLE_REFERENCE.sub(find_adapter, override) for override in table]
-    return [quote_override(override) for override in [*overrides, *shared_overrides(config), *cache]]
+    return [*map(quote_override, overrides), *shared_overrides(config)]
