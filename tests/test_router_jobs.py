@@ -95,5 +95,5 @@ def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_pat
         tables += [path.read_text() for path in (tmp_path / "stopped").rglob("table.md")]
     assert codes[-1] == 0 and set(codes[:-1]) == {128 + signal.SIGTERM} and len(codes) > 12
     assert "status: interrupted" in tables[0] and "focus_dual" not in tables[0]
-    assert "status" not in tables[-1] and "focus_dual" in tables[-1]
+    assert "status: finished" in tables[-1] and "focus_dual" in tables[-1]
     assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")

@@ -72,7 +72,7 @@ def read_losses(path: Path) -> dict[str, Losses]:
         return {}
     try:
         types = {"of": str, "document": str, "offset": int, "tokens": int}
-        table = pd.read_csv(path, dtype=types, keep_default_na=False, na_values=[""], float_precision="round_trip")
+        table = pd.read_csv(path, dtype=types, keep_default_na=False, na_values=[""])
         tasks = {}
         for task, rows in table.groupby("of", sort=False):
             units = rows[[*KEY[1:]]].itertuples(index=False, name=None)
