@@ -129,7 +129,7 @@ class AttentionMethod(nn.Module):
         return list(zip(batches, masks, strict=True)), index
 
     def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        """Call "route" or "attend" as a module, so that forward hooks (offload, FSDP2) provide its tensors."""
+        """Call "route" or "attend" as a module, so that forward hooks (FSDP2) provide its tensors."""
         return getattr(self, step)(*args, **kwargs)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:

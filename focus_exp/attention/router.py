@@ -37,7 +37,7 @@ class RouterOutput(NamedTuple):
 class Router(nn.Module):
     """Compute routing scores S = (h W_g) C^T of one layer.
 
-    Call the module: forward hooks (accelerate's offload, FSDP2) provide its parameters and buffers within `forward`.
+    Call the module: forward hooks (FSDP2) provide its parameters and buffers within `forward`.
     It has E*R + K*R trainable parameters and one buffer, the balance potential `(K,)`, which is averaged, not trained.
 
     Args:

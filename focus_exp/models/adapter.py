@@ -21,8 +21,8 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
-from focus_exp.models.load import fingerprint, gather_tensor, materialize, select_numerics
-from focus_exp.models.methods import attached_methods, get_attachment, is_causal, set_routing, unwrapped_state_dict
+from focus_exp.models.load import fingerprint, gather_tensor, select_numerics
+from focus_exp.models.methods import attached_methods, get_attachment, is_causal, set_routing
 from focus_exp.renames import upgrade_options
 from focus_exp.storage import atomic_write
 
@@ -50,11 +50,7 @@ def save_adapter(
     tensors: dict[str, Tensor] = {}
     trainable = 0
     for index, method in attached_methods(model).items():
-        with materialize(model, method):
-            state = {
-                name: gather_tensor(tensor.detach()).cpu().contiguous()
-                for name, tensor in unwrapped_state_dict(method).items()
-            }
+        state = {name: gather_tensor(tensor).cpu().contiguous() for name, tensor in method.state_dict().items()}
         with torch.random.fork_rng(devices=[]):
             plain = build(attachment.method, method.shape, **attachment.options)
         check_loadable(state, plain, index)
@@ -233,8 +229,6 @@ def read_adapter(
 
 def load_tensors(methods: dict[int, AttentionMethod], tensors: dict[str, Tensor], folder: str | Path) -> None:
     """Load an adapter's tensors into methods; UserError unless all fit."""
-    if any(parameter.is_meta for method in methods.values() for parameter in method.parameters()):
-        raise UserError("the layers are offloaded, and their methods with them. Load the adapter before offloading.")
     try:
         for index, method in methods.items():
             prefix = f"layers.{index}."

@@ -28,8 +28,8 @@ from focus_exp.models.methods import (
     active_methods,
     attention_modules,
     check_budget_length,
-    execution_device,
     find_decoder,
+    find_device,
     get_attachment,
     get_method,
     is_causal,
@@ -66,6 +66,11 @@ def attach(
             "attach takes a causal language model, loaded with AutoModelForCausalLM, and this is a "
             f"{type(model).__name__}{hint}"
         )
+    if any(p.is_meta for p in model.parameters()) and any(hasattr(part, "_hf_hook") for part in model.modules()):
+        raise UserError(
+            f"{type(model).__name__} is offloaded by accelerate, which attached methods do not support. Load it "
+            "without offloading, for example quantized."
+        )
     if getattr(model, "focus_attachment", None) is not None:
         raise UserError("the model already has an attention method attached. Call detach(model) first.")
     modules = attention_modules(model)
@@ -93,7 +98,7 @@ def attach(
     )
     for index in indices:
         module = modules[index]
-        module.focus = built[index].to(execution_device(module, model)).train(module.training)
+        module.focus = built[index].to(find_device(module, model)).train(module.training)
         attachment.hooks.append((module, partial(route_hidden_states, names=names[index])))
     attachment.hooks.append((decoder, partial(prepare_decoder, modules={i: modules[i] for i in indices})))
     if not is_causal(model):

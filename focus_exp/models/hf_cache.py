@@ -17,8 +17,6 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
     StaticLayer,
 )
 
@@ -43,9 +41,6 @@ class FocusLayer(DynamicLayer):
     is_sliding = False
 
     def __init__(self, method: AttentionMethod, max_cache_len: int | None = None) -> None:
-        self.prepare(method, max_cache_len)
-
-    def prepare(self, method: AttentionMethod, max_cache_len: int | None) -> None:
         self.window, self.sinks, self.groups_of = method.window, method.sinks, method.kv_cache_key()
         self.max_cache_len = max_cache_len
         self.grouped = GroupedCache(self.window, self.sinks)
@@ -78,7 +73,7 @@ class FocusLayer(DynamicLayer):
                 "empty cache inside disable_method(model) and after detach(model)."
             )
         if not self.is_initialized:
-            FocusLayer.lazy_initialization(self, key_states, value_states)
+            self.lazy_initialization(key_states, value_states)
         self.expected = False
         return key_states, value_states
 
@@ -115,32 +110,6 @@ class FocusLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.grouped.reorder_rows(torch.arange(self.grouped.batch)[indices.cpu()])
-
-
-class FocusHybridLayer(FocusLayer, LinearAttentionAndFullAttentionLayer):
-    """A `FocusLayer` with the states of linear attention."""
-
-    device: Any
-    dtype: Any
-
-    def __init__(self, method: AttentionMethod, max_cache_len: int | None, states: int) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states=states)
-        self.prepare(method, max_cache_len)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
-
-    def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
-        FocusLayer.reset(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)
-        FocusLayer.crop(self, tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        FocusLayer.reorder_cache(self, beam_idx)
 
 
 def attention_cache_layers(cache: Cache | None) -> list[Any]:
@@ -249,11 +218,7 @@ def make_layer(dynamic: Any, before: Any, method: AttentionMethod | None) -> Any
     """
     layer = dynamic
     if method is not None:
-        capacity = before.get_max_length() if type(before) is StaticLayer else None
-        if isinstance(dynamic, LinearAttentionLayer):
-            layer = FocusHybridLayer(method, capacity, dynamic.number_of_states)
-        else:
-            layer = FocusLayer(method, capacity)
+        layer = FocusLayer(method, before.get_max_length() if type(before) is StaticLayer else None)
     elif isinstance(dynamic, DynamicSlidingWindowLayer):
         # attached layers keep tokens beyond a sliding window, and layers of one kind share their mask
         layer = DynamicLayer()

@@ -6,8 +6,6 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -16,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device, has_offloaded_params
 from huggingface_hub import hf_hub_download, model_info, snapshot_download
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -247,49 +244,29 @@ def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path)
 def fingerprint(model: PreTrainedModel) -> str:
     """Hash the base's parameter names, shapes and 64 elements of each.
 
-    The hash is the same for float32 and bfloat16, with or without an attached method or PEFT adapters, and for layers
-    offloaded by accelerate. A weight packed by a quantization library counts by its name alone, because its layout
-    depends on device, version and use: int8 and nf4 copies of a model share a fingerprint, which is not the model's.
+    The hash is the same for float32 and bfloat16, with or without an attached method or PEFT adapters. A weight packed
+    by a quantization library counts by its name alone, because its layout depends on device, version and use: int8 and
+    nf4 copies of a model share a fingerprint, which is not the model's.
     """
-    digest, tied = hashlib.sha256(), getattr(model, "all_tied_weights_keys", {})
+    digest = hashlib.sha256()
     base = [(PEFT_INFIX.sub("", name), name, p) for name, p in model.named_parameters()]
     for base_name, name, parameter in sorted(base, key=itemgetter(0)):
         if ADDED_PARAMETERS.search(name):
             continue
-        if parameter.is_meta and base_name in tied:  # offloaded copies of a tied weight are separate parameters
-            continue
+        if parameter.is_meta:
+            raise UserError(
+                f"{type(model).__name__} has no data for {base_name} (meta device). Load its weights first, without "
+                "offloading."
+            )
         if is_packed(parameter):
             digest.update(f"{base_name} ".encode())
             continue
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        with materialize(model, module) if parameter.is_meta else nullcontext():
-            flat = gather_tensor(getattr(module, leaf).detach()).reshape(-1)
-            idx = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
-            sample = flat[idx.to(flat.device)].to(torch.bfloat16).cpu()
+        flat = gather_tensor(parameter.detach()).reshape(-1)
+        idx = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
+        sample = flat[idx.to(flat.device)].to(torch.bfloat16).cpu()
         digest.update(f"{base_name} {tuple(parameter.shape)} ".encode())
         digest.update(sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def materialize(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Bring in the data of `module` for the block, also where it is offloaded.
-
-    Raises:
-        UserError: there is no data, as in a model on the meta device.
-    """
-    inside = set(module.modules())
-    with ExitStack() as stack:
-        for part in list(model.modules()):
-            if has_offloaded_params(part) and (part in inside or module in set(part.modules())):
-                stack.enter_context(align_module_device(part))
-        if name := next((name for name, tensor in module.state_dict().items() if tensor.is_meta), None):
-            raise UserError(
-                f"{type(model).__name__} has no data for {name} of {type(module).__name__} (meta device). Load its "
-                "weights first."
-            )
-        yield
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -27,8 +27,6 @@ log = logging.get_logger(__name__)
 
 IMPLEMENTATION = "focus_exp"  # in transformers' attention and mask interfaces
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# child names by which torch.compile, FSDP, activation checkpointing and DistributedDataParallel wrap a module
-WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 # trainable part -> what the names of its parameters contain; the second is PEFT's
 TRAINABLE = {"router": ".focus.", "lora": ".lora_", "all": ""}
 
@@ -77,55 +75,17 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     return decoders[-1]
 
 
-def offload_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield accelerate's hooks on `module` and its children."""
-    for part in module.modules():
-        hook = getattr(part, "_hf_hook", None)
-        yield from getattr(hook, "hooks", () if hook is None else (hook,))
-
-
-def execution_device(*modules: nn.Module) -> torch.device:
-    """Return the device of the first module with a hook or a tensor.
-
-    Offloaded weights are elsewhere (such as on the meta device); packed ones are neither parameters nor buffers.
-    """
-    for hook in chain.from_iterable(map(offload_hooks, modules)):
-        if (device := getattr(hook, "execution_device", None)) is not None:
-            return torch.device(device)
+def find_device(*modules: nn.Module) -> torch.device:
+    """Return the device of the first module with a tensor; packed weights are none."""
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers of PEFT, compile, DDP or checkpointing."""
-    while True:
-        children: dict[str, nn.Module] = dict(module.named_children())
-        if children.keys() == {"original_module", "modules_to_save"}:
-            active: Any = [] if module.disable_adapters else module.active_adapters
-            copies: Any = children["modules_to_save"]
-            module = next((copies[name] for name in active if name in copies), children["original_module"])
-        elif len(children) == 1 and (inner := next((children[name] for name in WRAPPED if name in children), None)):
-            module = inner
-        else:
-            return module
-
-
-def unwrapped_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict that `module` would have without wrappers in it."""
-    module = unwrap(module)
-    state = {name: tensor for name, tensor in module.state_dict().items() if "." not in name}
-    for name, child in module.named_children():
-        state |= {f"{name}.{key}": tensor for key, tensor in unwrapped_state_dict(child).items()}
-    return state
-
-
 def get_method(module: nn.Module) -> AttentionMethod:
-    """Return the method attached to an attention module, without wrappers."""
-    assert isinstance(module.focus, nn.Module)
-    method = unwrap(module.focus)
-    if not isinstance(method, AttentionMethod):
-        raise UserError(f"the attached method is hidden in a {type(method).__name__}. Remove that wrapper.")
-    return method
+    """Return the method attached to an attention module."""
+    if not isinstance(module.focus, AttentionMethod):
+        raise UserError(f"the attached method is hidden in a {type(module.focus).__name__}. Remove that wrapper.")
+    return module.focus
 
 
 def attached_methods(model: nn.Module) -> dict[int, AttentionMethod]:
@@ -246,11 +206,10 @@ def pause_observers(model: PreTrainedModel) -> AbstractContextManager[None]:
 def swap_methods(model: PreTrainedModel, methods: dict[int, AttentionMethod]) -> Iterator[PreTrainedModel]:
     """Replace the attached methods by `methods` in the block."""
     modules = {index: module for index, module in attention_modules(model).items() if index in methods}
-    before = {index: module.focus for index, module in modules.items()}  # with their wrappers
+    before = {index: get_method(module) for index, module in modules.items()}
     for index, module in modules.items():
-        current = get_method(module)
-        # the device it computes on: a layer's weights may be offloaded
-        method = methods[index].to(execution_device(current, module, model))
+        current = before[index]
+        method = methods[index].to(find_device(current, module, model))
         method.backend, method.sparse_from = current.backend, current.sparse_from
         module.focus = method
     try:

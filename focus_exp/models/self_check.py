@@ -18,8 +18,7 @@ from focus_exp.models.hooks import has_values
 from focus_exp.models.methods import (
     attached_methods,
     disable_method,
-    execution_device,
-    offload_hooks,
+    find_device,
     swap_methods,
     temporary_attributes,
 )
@@ -38,19 +37,18 @@ VERIFIED: set[str] = set()  # architectures, by class and configuration
 def check_exact(model: PreTrainedModel) -> None:
     """Raise UserError unless layers that keep all pairs give the base's logits.
 
-    Two short sequences, one padded on the left, go through the base and the attached model: with masks, by the sparse
-    path and through the KV cache, once for an architecture; then through the method itself. Skipped where weights are
-    missing (on the meta device, unless accelerate loads them) or sharded.
+    Two short sequences, one padded on the left, go through the base and the attached model: with masks and through the
+    KV cache, once for an architecture; then through the method itself. Skipped where weights are
+    missing (on the meta device) or sharded.
     """
     parameters, methods = list(model.parameters()), attached_methods(model)
     if any(isinstance(p, DTensor) for p in parameters):
         log.warning_once("attach: sharded parameters, so exactness is not checked; attach before fully_shard to check")
         return
-    is_offloaded = any(getattr(hook, "offload", False) for hook in offload_hooks(model))
-    if not is_offloaded and not all(has_values(p) for p in parameters):
+    if not all(has_values(p) for p in parameters):
         return
     dtypes = sorted({str(p.dtype) for p in parameters})
-    key = f"{type(model).__qualname__} {sorted(methods)} {dtypes} {is_offloaded} {model.config}"
+    key = f"{type(model).__qualname__} {sorted(methods)} {dtypes} {model.config}"
     with torch.no_grad(), temporary_attributes(model.modules(), training=False):
         if key not in VERIFIED:
             compare_with_base(model)
@@ -62,7 +60,7 @@ def check_exact(model: PreTrainedModel) -> None:
 
 
 def compare_with_base(model: PreTrainedModel) -> None:
-    """Compare the base's logits with windows longer than the input, two paths."""
+    """Compare the base's logits with windows longer than the input."""
     name, methods = type(model).__name__, attached_methods(model)
     tokens, padded = make_inputs(model)
     compute = partial(run, f"{name} itself fails on token ids")
@@ -77,10 +75,7 @@ def compare_with_base(model: PreTrainedModel) -> None:
             expected = compute(partial(compute_logits, model, tokens, mask))
     if not expected[mask.bool()].isfinite().all():
         raise UserError(f"{name} itself gives NaN or infinity for token ids. Check its weights.")
-    for path, backend, steps in (
-        ("by masks", "masked", None),
-        ("through the cache", "masked", STEPS),
-    ):
+    for path, steps in (("by masks", None), ("through the cache", STEPS)):
         failure = f"{name} cannot run an attached method {path}"
         windows: dict[int, AttentionMethod] = {
             index: WindowOnly.create(method.shape, window=LENGTH, sinks=0) for index, method in methods.items()
@@ -88,7 +83,7 @@ def compare_with_base(model: PreTrainedModel) -> None:
         compute = partial(run, failure, partial(compute_logits, model, tokens, mask, steps))
         with swap_methods(model, windows):
             for method in windows.values():
-                method.backend = backend
+                method.backend = "masked"
             logits = compute()
         error = relative_error(logits, expected, mask, limit)
         if error >= limit and steps:  # the KV caches of some bases are not exact themselves
@@ -109,7 +104,7 @@ def make_inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(size // 4, size // 2, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[1, :PADDING] = 0
-    device = execution_device(model)
+    device = find_device(model)
     return tokens.to(device), mask.to(device)
 
 
