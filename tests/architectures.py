@@ -10,9 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import time
-from collections.abc import Iterator
-from multiprocessing.connection import wait
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,32 +24,21 @@ TABLE = Path(__file__).parent.parent / "runs" / "records" / "architectures.md"
 WORKERS, TIMEOUT = 2, 120
 
 
-def sweep(wanted: list[str]) -> Iterator[Row]:
-    """One process each, so that none can take others with it."""
-    context, begun = multiprocessing.get_context("fork"), time.monotonic()
-    todo, running, done = list(wanted), {}, 0
-    while todo or running:
-        while todo and len(running) < WORKERS:
-            name = todo.pop(0)
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=lambda n=name, s=sender: s.send(examine(n)))
-            process.start()
-            sender.close()
-            running[receiver] = (name, process, time.monotonic() + TIMEOUT)
-        ready = wait(list(running), timeout=1.0)
-        late = [receiver for receiver, (_, _, end) in running.items() if time.monotonic() > end]
-        for receiver in {*ready, *late}:
-            name, process, _ = running.pop(receiver)
-            try:
-                row = receiver.recv() if receiver in ready else Row(name, "crash", why=[f"over {TIMEOUT} s"])
-            except EOFError:
-                row = Row(name, "crash", why=["the process died"])
-            process.kill()
-            process.join()
-            done += 1
-            left = (time.monotonic() - begun) / done * (len(wanted) - done)
-            print(f"[{done}/{len(wanted)}, {left:.0f} s left] {name}: {row.outcome}", *row.why[:1], flush=True)
-            yield row
+def run_one(name: str) -> Row:
+    """Examine one architecture in a process of its own, so that none can take others with it."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(examine(name)))
+    process.start()
+    sender.close()
+    try:
+        row = receiver.recv() if receiver.poll(TIMEOUT) else Row(name, "crash", why=[f"over {TIMEOUT} s"])
+    except EOFError:
+        row = Row(name, "crash", why=["the process died"])
+    process.kill()
+    process.join()
+    print(f"{name}: {row.outcome}", *row.why[:1], flush=True)
+    return row
 
 
 def write(rows: list[Row], path: Path = TABLE) -> None:
@@ -84,7 +71,8 @@ def write(rows: list[Row], path: Path = TABLE) -> None:
 def main(wanted: list[str]) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    rows = list(sweep(wanted or names()))
+    with ThreadPool(WORKERS) as pool:
+        rows = pool.map(run_one, wanted or names(), chunksize=1)
     if not wanted:
         write(rows)
     failed = [row for row in rows if row.outcome in FAILURES]

@@ -174,7 +174,7 @@ class Checks:
         for routing, (top_k, window) in ROUTINGS.items():
             set_routing(self.model, hard=True, top_k=top_k, backend="masked")
             for method in attached_methods(self.model).values():
-                method.window = window
+                method.window, method.sparse_from = window, 0
             expected: Tensor | None = base
             if routing != "hard groups":
                 self.compare(f"{routing}, masked, {mask}", run_full, x, base, TOLERANCE)
@@ -188,7 +188,7 @@ class Checks:
                 self.compare(f"{routing}, generate, {mask}", generate, x, text)
             elif text is not None:
                 self.compute(f"{routing}, generate, {mask}", generate, x)
-            set_routing(self.model, hard=True, backend="auto", sparse_from=0)
+            set_routing(self.model, hard=True, backend="auto")
             self.compare(f"{routing}, sparse, {mask}", run_full, x, expected, TOLERANCE)
 
 

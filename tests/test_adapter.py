@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
@@ -245,27 +244,6 @@ def test_save_adapter_with_peft_adapters_belongs_to_the_base(tiny_model, trained
     save_adapter(wrapped if saved_of == "wrapper" else wrapped.get_base_model(), tmp_path)
     assert json.loads((tmp_path / DESCRIPTION).read_text())["base_model"]["name"] == name
     assert torch.equal(compute_logits(set_routing(load_adapter(base, tmp_path), hard=True)), expected)
-
-
-def parametrize_router(model: PreTrainedModel) -> PreTrainedModel:
-    register_parametrization(attached_methods(model)[1].router, "projection", torch.nn.Identity())
-    return model
-
-
-def lora_on_router(model: PreTrainedModel) -> PreTrainedModel:
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], target_parameters=["router.projection"]))
-
-
-def compile_router(model: PreTrainedModel) -> PreTrainedModel:
-    attached_methods(model)[1].router = torch.compile(attached_methods(model)[1].router)
-    return model
-
-
-@pytest.mark.parametrize("wrap", [parametrize_router, lora_on_router, compile_router])
-def test_save_adapter_unloadable_wrapper_raises_and_writes_nothing(trained, tmp_path, wrap):
-    with pytest.raises(UserError, match=r"layer \d: the attached method cannot be saved"):
-        save_adapter(wrap(trained("llama")), tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
 
 
 def test_attached_methods_wrapped_method_raises(trained):

@@ -12,10 +12,9 @@ KEPT = ["llama", "gpt_oss", "llama4_text", "phimoe", "opt", "qwen3_next", "deeps
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_attached_model_is_the_base_or_refused(name: str) -> None:
+def test_attached_model_is_exact(name: str) -> None:
     row = examine(name)
-    assert row.outcome not in FAILURES, row.why
-    assert row.outcome != "unbuilt", row.why
+    assert row.outcome == "exact", row.why
 
 
 def test_model_without_attention_is_refused() -> None:

@@ -24,7 +24,7 @@ from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import grouped_caches, is_grouped
 from focus_exp.models.load import load_model
-from focus_exp.models.methods import observe_selections
+from focus_exp.models.methods import attached_methods, observe_selections
 
 FAMILIES = ["gpt2", "llama"]
 RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
@@ -428,7 +428,9 @@ def test_forward_inner_padding_sparse_path_equals_masked_path(rows, rule, window
     masked = run_at_once(set_routing(model, hard=True, backend="masked"), ids, mask)
     if window == 30:
         torch.testing.assert_close(masked[real], expected[real], rtol=1e-4, atol=1e-5)
-    set_routing(model, hard=True, backend="auto", sparse_from=1)
+    set_routing(model, hard=True, backend="auto")
+    for method in attached_methods(model).values():
+        method.sparse_from = 1
     torch.testing.assert_close(run_at_once(model, ids, mask)[real], masked[real], rtol=1e-4, atol=1e-5)
     seen, positions = torch.ones(30, 30).tril().bool() & real[:, None], (mask.cumsum(1) - 1).clamp(min=0)
     found = model(input_ids=ids, attention_mask=seen[:, None], position_ids=positions, use_cache=False).logits

@@ -62,7 +62,8 @@ def test_backend_auto_switches_at_sparse_from(tiny_model):
     model = set_routing(attach(tiny_model("llama"), "focus", window=5), hard=True)
     for length, path in ((SPARSE_FROM["cpu"] - 1, "masked"), (SPARSE_FROM["cpu"], "cpu"), (100, "cpu")):
         if length == 100:
-            set_routing(model, hard=True, sparse_from=100)
+            for method in attached_methods(model).values():
+                method.sparse_from = 100
         with torch.no_grad():
             model(torch.randint(256, (1, length)), logits_to_keep=1)
         assert {method.path for method in attached_methods(model).values()} == {path}

@@ -20,7 +20,7 @@ class Sequence:
 
     Attributes:
         start: `(B, T)` int, index of the first token of each token's own sequence, see `sequence_starts`.
-        valid: `(B, T)` bool, False on padding; None without padding.
+        valid: `(B, T)` bool, False on padding; None without. Between tokens, windows and sinks count it.
         allowed: `(B or 1, 1, T, T)` bool, the base model's mask where it is more than causality and padding (sliding
             layers, chunks, packed sequences); else None.
     """

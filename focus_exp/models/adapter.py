@@ -8,7 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from safetensors import SafetensorError
@@ -42,27 +41,20 @@ def save_adapter(
     Args:
         extra: added to the description.
         write: False for all but one process of a sharded model; all must call this.
-
-    Raises:
-        UserError: the method is wrapped so that `load_adapter` could not read it.
     """
-    folder, attachment = Path(folder), get_attachment(model)
-    tensors: dict[str, Tensor] = {}
-    trainable = 0
-    for index, method in attached_methods(model).items():
-        state = {name: gather_tensor(tensor).cpu().contiguous() for name, tensor in method.state_dict().items()}
-        with torch.random.fork_rng(devices=[]):
-            plain = build(attachment.method, method.shape, **attachment.options)
-        check_loadable(state, plain, index)
-        trainable += sum(parameter.numel() for parameter in plain.parameters())
-        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in state.items()}
+    folder, attachment, methods = Path(folder), get_attachment(model), attached_methods(model)
+    tensors = {
+        f"layers.{index}.{name}": gather_tensor(tensor).cpu().contiguous()
+        for index, method in methods.items()
+        for name, tensor in method.state_dict().items()
+    }
     description = {
         "format": FORMAT,
         "method": attachment.method,
         "options": attachment.options,
         "layers": attachment.layers,
         "causal": is_causal(model),
-        "trainable_parameters": trainable,
+        "trainable_parameters": sum(p.numel() for method in methods.values() for p in method.parameters()),
         "base_model": {
             "name": base_name(model),
             "model_type": model.config.model_type,
@@ -77,17 +69,6 @@ def save_adapter(
             save_file(tensors, weights)
             text.write_text(json.dumps(description, indent=2, default=Tensor.tolist) + "\n", encoding="utf-8")
     return folder
-
-
-def check_loadable(state: dict[str, Tensor], plain: AttentionMethod, index: int) -> None:
-    """Raise UserError unless `state` has the names and shapes of `plain`."""
-    shapes, wanted = ({name: tuple(t.shape) for name, t in values.items()} for values in (state, plain.state_dict()))
-    if shapes != wanted:
-        name = min(name for name, _ in shapes.items() ^ wanted.items())
-        raise UserError(
-            f"layer {index}: the attached method cannot be saved, since {name} would not load again. Call "
-            "merge_and_unload(), or remove other wrappers, before save_adapter."
-        )
 
 
 def base_name(model: PreTrainedModel) -> str:

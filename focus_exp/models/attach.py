@@ -28,7 +28,6 @@ from focus_exp.models.methods import (
     active_methods,
     attention_modules,
     check_budget_length,
-    find_decoder,
     find_device,
     get_attachment,
     get_method,
@@ -91,7 +90,9 @@ def attach(
         raise UserError(f"attention method {method!r}: {error}") from None
     names = {index: check_forward(modules[index]) for index in indices}
 
-    decoder = find_decoder(model)
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its head so
+        decoder = model.base_model
     configs: dict[int, Any] = {id(part.config): part.config for part in (decoder, *modules.values())}
     attachment = Attachment(
         method, options, indices, [(config, config._attn_implementation) for config in configs.values()]

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -158,15 +157,6 @@ def count_keys_and_bytes(layer: Any) -> tuple[int, int]:
     length = int(layer.get_seq_length())
     window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else length
     return min(window, length), layer.keys.nbytes + layer.values.nbytes
-
-
-def count_cached_tokens(cache: Cache | None, index: int, new: int) -> int:
-    """Return the tokens in layer `index` of the base's cache before `new` ones."""
-    layers = attention_cache_layers(cache)
-    if index < len(layers) and isinstance(layers[index], CacheLayerMixin):
-        return int(layers[index].get_seq_length())
-    # it reads the keys of an earlier layer, which already has the new tokens
-    return max((int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin)), default=0) - new
 
 
 def cache_unsupported_reason(methods: Iterable[AttentionMethod]) -> str | None:

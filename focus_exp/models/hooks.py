@@ -19,7 +19,7 @@ from focus_exp.attention.kernels import BackendUnsupported
 from focus_exp.attention.kv_cache import GroupedCache
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, sequence_starts
 from focus_exp.errors import UserError
-from focus_exp.models.hf_cache import FocusLayer, count_cached_tokens, find_layer, run_eagerly
+from focus_exp.models.hf_cache import FocusLayer, find_layer, run_eagerly
 from focus_exp.models.methods import IMPLEMENTATION, get_method
 
 log = logging.get_logger(__name__)
@@ -128,7 +128,7 @@ def route_hidden_states(
     layer = find_layer(cache, method)
     if layer is not None:
         return args, kwargs | {"routed": route_cached(method, h, mask, layer, frozenset(given))}
-    if method.is_dense() and can_skip_routing(method, cache, h.shape[1]):
+    if method.is_dense() and cache is not None:  # the base's own, for which no groups are needed
         method.path = "full"
         return None
     sequence = describe_sequence(h, mask)
@@ -145,15 +145,6 @@ def route_cached(
     layer.expected = True
     sequence = describe_sequence(h, mask, cache)
     return AttentionContext(sequence, method("route", h, sequence), mask, cache, cache.length, given)
-
-
-def can_skip_routing(method: AttentionMethod, cache: Cache | None, new: int) -> bool:
-    """Return whether a dense layer may skip routing: nothing reads its selection."""
-    if cache is None:
-        return False
-    if not method.observers and not torch.is_grad_enabled():
-        return True
-    return count_cached_tokens(cache, method.shape.index, new) > 0
 
 
 def describe_sequence(h: Tensor, mask: Any, cache: GroupedCache | None = None) -> Sequence:
@@ -227,19 +218,16 @@ def routed_attention(
 def attend(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, mask: Any, context: AttentionContext, args: AttentionArgs
 ) -> Tensor:
-    """Compute an attached layer, with or without tokens in a cache."""
+    """Compute an attached layer, with or without tokens in a grouped cache."""
+    if k.shape[2] != q.shape[2]:
+        raise UserError(
+            f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens or in a KV "
+            "cache that is not grouped"
+        )
     if context.cache is not None:
         return attend_cached(method, q, k, v, mask, context, args)
-    if k.shape[2] == q.shape[2]:
-        sequence = context.sequence if mask is context.mask else describe_sequence(q.transpose(1, 2), mask)
-        return attend_all(method, q, k, v, context.selection, sequence, args)
-    if not method.is_dense():
-        raise key_count_error(q, k)
-    method.path = "full"  # over the base's preallocated cache
-    out = full_attention(q, k, v, normalize_mask(mask), args)
-    for observer in method.observers:
-        observer(method.shape.index, method, context.selection, context.sequence)
-    return out
+    sequence = context.sequence if mask is context.mask else describe_sequence(q.transpose(1, 2), mask)
+    return attend_all(method, q, k, v, context.selection, sequence, args)
 
 
 def attend_all(
@@ -270,8 +258,6 @@ def attend_cached(
     assert cache is not None
     if mask is not context.mask:  # the layer has changed it
         sequence = describe_sequence(q.transpose(1, 2), mask, cache)
-    if k.shape[2] != q.shape[2]:
-        raise key_count_error(q, k)
     if cache.length != context.past:
         raise UserError("a layer computes attention more than once; a grouped KV cache would keep its keys twice")
     if cache.length:
@@ -281,10 +267,6 @@ def attend_cached(
         out = attend_all(method, q, k, v, selection, sequence, args)
     cache.append(k, v, selection, sequence)
     return out
-
-
-def key_count_error(q: Tensor, k: Tensor) -> UserError:
-    return UserError(f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens")
 
 
 def cast_to_autocast(*tensors: Tensor) -> list[Tensor]:

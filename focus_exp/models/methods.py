@@ -60,21 +60,6 @@ def uses_interface(forward: Callable[..., Any]) -> bool:
     return code is not None and INTERFACE in code.co_names
 
 
-def find_decoder(model: nn.Module) -> PreTrainedModel:
-    """Return the innermost part that runs all attention layers with a cache."""
-    layers = set(attention_modules(model).values())
-    decoders = [
-        part
-        for part in model.modules()
-        if isinstance(part, PreTrainedModel)
-        and "past_key_values" in inspect.signature(type(part).forward).parameters
-        and layers <= set(part.modules())
-    ]
-    if not decoders:
-        raise UserError(f"{type(model).__name__} has no part that runs its attention layers and takes past_key_values")
-    return decoders[-1]
-
-
 def find_device(*modules: nn.Module) -> torch.device:
     """Return the device of the first module with a tensor; packed weights are none."""
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
@@ -240,7 +225,6 @@ def set_routing(
     top_k: int | None = None,
     pair_rule: str | None = None,
     backend: str | None = None,
-    sparse_from: int | None = None,
 ) -> PreTrainedModel:
     """Set how attached methods route; settings that a method lacks are ignored.
 
@@ -249,7 +233,6 @@ def set_routing(
         top_k: groups of a query. Saved with an adapter.
         pair_rule: which query-key pairs of groups are kept. Saved with an adapter.
         backend: auto, masked, or a kernel's name; all give the same result.
-        sparse_from: sequence length from which `auto` uses a sparse kernel, in tokens.
 
     Raises:
         UserError: a value is wrong, no method is attached, or a budget decides on `top_k`.
@@ -267,7 +250,7 @@ def set_routing(
         schema.create(**attachment.options | saved)
     except ValueError as error:
         raise UserError(str(error)) from None
-    settings = saved | {"hard": hard, "backend": backend, "sparse_from": sparse_from}
+    settings = saved | {"hard": hard, "backend": backend}
     for method in methods:
         for name, value in settings.items():
             if value is not None and hasattr(method, name):

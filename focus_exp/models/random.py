@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
@@ -25,10 +26,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer of bytes 0 to 255; 256 is `<|endoftext|>` (eos)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
     # the byte-level pre-tokenizer writes bytes as these characters
-    vocab = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab | {END_OF_TEXT: 256}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
