@@ -84,7 +84,7 @@ SANITIZED := FOCUS_EXP_CXXFLAGS='-fsanitize=address,undefined -fno-sanitize-reco
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)"
 
 sanitize: $(STAMP)-dev ## the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(SANITIZED) $(RUN) pytest -n 0 -p no:cacheprovider tests/test_cpu_kernel.py $(ARGS)
+	$(SANITIZED) $(RUN) pytest -n 0 -p no:cacheprovider tests/test_cpu_kernel.py tests/test_kernels.py -k "not triton" $(ARGS)
 
 gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: runs/gpu/gpu.json
 	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(VENV)/bin/python,$(PYTHON)) tests/gpu_clock.py $(ARGS)

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from builders import compute_logits, make_tokens
 from conftest import FAMILIES
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from test_contract import describe_state
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
-from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, set_routing
+from focus_exp import UserError, attach, detach, disable_method, freeze, set_routing
 from focus_exp.models.methods import attached_methods, observe_selections
 
 TINY = {"window": 2, "sinks": 1}
@@ -21,7 +22,6 @@ EVERYTHING = {
     "window": {"window": 200},
 }
 families = pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "gemma3"])
-ways = pytest.mark.parametrize("way", ["soft", "hard", "share", "window", "random_groups", "focus_dual"])
 
 
 @pytest.fixture
@@ -37,72 +37,6 @@ def attached(tiny_model) -> Callable[..., PreTrainedModel]:
     return factory
 
 
-def make_tokens(batch: int = 2, length: int = 40) -> Tensor:
-    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(length))
-
-
-def compute_logits(model: PreTrainedModel, tokens: Tensor, **kwargs) -> Tensor:
-    with torch.no_grad():
-        return model(tokens, **{"use_cache": False, **kwargs}).logits
-
-
-def find_changes(model: PreTrainedModel, position: int) -> tuple[bool, bool]:
-    """Return whether other tokens from `position` on change logits before it, and after it."""
-    tokens, other = make_tokens(), make_tokens()
-    other[:, position:] = (other[:, position:] + 7) % 256
-    changed = compute_logits(model, tokens) != compute_logits(model, other)
-    return bool(changed[:, :position].any()), bool(changed[:, position:].any())
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), ("llama", torch.bfloat16)], ids=str
-)
-@ways
-def test_logits_future_tokens_change_no_earlier_logit(attached, family, dtype, way):
-    model = attached(family, way, dtype)
-    assert is_causal(model)
-    assert find_changes(model, 23) == (False, True)
-
-
-@families
-@pytest.mark.parametrize("way", ["soft", "hard"])
-def test_logits_sinkhorn_is_not_causal(attached, family, way):
-    model = attached(family, way, assignment="sinkhorn")
-    assert not is_causal(model)
-    assert find_changes(model, 23) == (True, True)
-
-
-def describe_state(model: PreTrainedModel) -> dict[str, object]:
-    return {
-        "names": list(model.state_dict()),
-        "modules": [name for name, _ in model.named_modules()],
-        "hooks": [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()],
-        "config": model.config.to_dict(),
-        "generation": model.generation_config.to_dict(),
-        "implementation": model.config._attn_implementation,
-        "attributes": set(vars(model)),
-    }
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@ways
-def test_disable_method_and_detach_give_the_base_logits(tiny_model, attached, family, way):
-    base, model = tiny_model(family), attached(family, way)
-    tokens = make_tokens()
-    expected = compute_logits(base, tokens)
-    assert (compute_logits(model, tokens) - expected).abs().max() > 1e-3
-    with disable_method(model):
-        with disable_method(model):
-            assert torch.equal(compute_logits(model, tokens), expected)
-        assert torch.equal(compute_logits(model, tokens), expected)
-    with pytest.raises(ZeroDivisionError), disable_method(model):
-        raise ZeroDivisionError
-    assert (compute_logits(model, tokens) - expected).abs().max() > 1e-3
-    detach(model)
-    assert torch.equal(compute_logits(model, tokens), expected)
-    assert describe_state(model) == describe_state(base)
-
-
 @families
 @pytest.mark.parametrize("method", EVERYTHING)
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
@@ -111,25 +45,6 @@ def test_logits_all_pairs_kept_equal_base(tiny_model, family, method, hard):
     keeps_all = EVERYTHING[method] if hard else {"window": 200}
     model = set_routing(attach(tiny_model(family), method, **TINY | keeps_all), hard=hard)
     torch.testing.assert_close(compute_logits(model, tokens), compute_logits(base, tokens), atol=2e-5, rtol=1e-5)
-
-
-@families
-@ways
-@pytest.mark.parametrize("side", ["left", "left without positions", "right"])
-def test_logits_padded_batch_equals_rows(attached, family, way, side):
-    if family == "gpt2" and side == "left without positions":
-        pytest.skip("its positions are absolute: the base model needs them too")
-    model = attached(family, way)
-    lengths, longest = (40, 17, 1), 40
-    batch, mask = torch.full((3, longest), 5), torch.zeros(3, longest, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        inside = slice(longest - length, None) if "left" in side else slice(length)
-        batch[row, inside], mask[row, inside] = make_tokens(1, length)[0], 1
-    positions = (mask.cumsum(-1) - 1).clamp(min=0) if side == "left" else None
-    together = compute_logits(model, batch, attention_mask=mask, position_ids=positions)
-    for row, length in enumerate(lengths):
-        alone = compute_logits(model, make_tokens(1, length))[0]
-        torch.testing.assert_close(together[row, mask[row].bool()], alone, atol=1e-5, rtol=1e-5)
 
 
 @families
@@ -149,16 +64,6 @@ def test_train_padding_changes_no_potential_and_no_pair_count(attached, family, 
         found.append((counts, torch.stack([m.router.potential for m in attached_methods(model).values()])))
     assert found[0][0] == found[1][0] and found[0][1].any()
     torch.testing.assert_close(found[1][1], found[0][1], atol=1e-5, rtol=1e-4)
-
-
-@families
-@ways
-def test_logits_packed_positions_equal_documents(attached, family, way):
-    model, first, second = attached(family, way), make_tokens(1, 19), make_tokens(1, 23)
-    packed, positions = torch.cat([first, second], 1), torch.cat([torch.arange(19), torch.arange(23)])[None]
-    together = compute_logits(model, packed, position_ids=positions)
-    alone = torch.cat([compute_logits(model, first), compute_logits(model, second)], 1)
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
 @families
@@ -187,25 +92,6 @@ def test_freeze_router_trains_routers_alone(attached, family):
 
 
 @families
-@pytest.mark.parametrize("assignment", ["balanced", "sinkhorn"])
-def test_backward_gradient_checkpointing_keeps_gradients_and_potential(attached, family, assignment):
-    results = []
-    for checkpointing in (False, True):
-        model = attached(family, "soft", assignment=assignment).train()
-        freeze(model)
-        if checkpointing:
-            model.activation_checkpointing_enable()
-        for tokens in (make_tokens(), make_tokens().flip(1)):  # two steps, so that the second starts from the first
-            model(tokens, labels=tokens).loss.backward()
-        pair = [model(x, labels=x).loss for x in (make_tokens(), make_tokens(2, 31))]  # as preferences are trained
-        (pair[0] + 2 * pair[1]).backward()
-        methods = attached_methods(model).values()
-        results.append([p.grad for m in methods for p in m.parameters()] + [m.router.potential for m in methods])
-    for plain, checkpointed in zip(*results, strict=True):
-        torch.testing.assert_close(checkpointed, plain, atol=1e-7, rtol=1e-5)
-
-
-@families
 def test_attach_some_layers_keeps_the_others(tiny_model, family):
     tokens = make_tokens()
     base = tiny_model(family)(tokens, output_hidden_states=True).hidden_states
@@ -214,13 +100,6 @@ def test_attach_some_layers_keeps_the_others(tiny_model, family):
     assert list(attached_methods(model)) == [1]
     torch.testing.assert_close(hidden[1], base[1], atol=2e-5, rtol=1e-5)
     assert (hidden[2] - base[2]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", ["routing_transformer", "random_groups", "performer", "magicpig"])
-def test_bfloat16_model_keeps_buffers_in_float32(tiny_model, name):
-    model = attach(tiny_model("llama"), name).bfloat16()
-    remembered = [x for method in attached_methods(model).values() for x in method.buffers()]
-    assert {x.dtype for x in remembered if x.is_floating_point()} == {torch.float32}
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])

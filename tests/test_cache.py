@@ -170,15 +170,6 @@ def test_cache_repeated_and_selected_rows_equal_recomputing(tiny_model):
     torch.testing.assert_close(found, run_at_once(model, torch.cat([before, last], 1))[:, 25:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["window", "random_groups"])
-def test_forward_controls_with_cache_equal_one_pass(tiny_model, name):
-    model = tiny_model("llama")
-    attach(model, name, window=6, sinks=2)
-    ids = tokens(2)
-    found, _ = run_in_chunks(model, ids, [9] + [1] * 31)
-    torch.testing.assert_close(found, run_at_once(model, ids), rtol=1e-4, atol=1e-5)
-
-
 def test_cache_layer_without_method_keeps_all_tokens(tiny_model):
     model = tiny_model("llama")
     with torch.random.fork_rng(devices=[]):

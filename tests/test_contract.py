@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, load_adapter, save_adapter
+from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.attention.registry import METHODS
 from focus_exp.models.methods import attached_methods, set_routing
 
@@ -42,6 +43,8 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "block_means": ("block_means", NEAR | {"density": 0.4, "keys_per_block": 4}, {}),
     "block_gate": ("block_gate", NEAR | {"density": 0.4, "keys_per_block": 4, "size": 2}, {}),
 }
+GROUPED = ("focus", "key_gate", "window", "random_groups", "longformer")  # which the sparse kernels serve
+NON_MASKED = ("focus soft", "focus sinkhorn", "longformer dilated")
 NON_CAUSAL = ("focus sinkhorn", "routing_transformer")
 ways = pytest.mark.parametrize("way", WAYS)
 # MHA, GQA, softcap and sliding layers, its own norms of q and k
@@ -167,6 +170,23 @@ def test_cached_tokens_equal_one_pass(attached, family, way):
         out = model(part, past_key_values=cache, use_cache=True)
         logits, cache = [*logits, out.logits], out.past_key_values
     torch.testing.assert_close(torch.cat(logits, 1), compute_logits(model), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="no compiler")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith(GROUPED) and way not in NON_MASKED])
+@torch.no_grad()
+def test_sparse_path_equals_masked_path(attached, family, way):
+    model, mask = attached(family, way), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :13] = 0
+    logits, paths = [], set()
+    for backend in ("masked", "cpu"):
+        set_routing(model, hard=True, backend=backend)
+        logits.append(compute_logits(model, attention_mask=mask)[mask.bool()])
+        paths |= {method.path for method in attached_methods(model).values()}
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    # a sliding layer takes the masked path: of mistral all, of qwen2 the one that prunes here
+    assert ("cpu" in paths) == (family != "mistral" and (family, way) != ("qwen2", "focus_dual budget"))
 
 
 def gradients(model: PreTrainedModel, checkpointing: bool) -> list[Tensor | None]:

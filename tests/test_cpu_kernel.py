@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from test_dual import layers
-from torch import Tensor
+from test_kernels import Problem, poisoned_memory  # noqa: F401
 
 from focus_exp.attention import dense
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.kernels import cpu_sparse
-from focus_exp.attention.kernels.contract import BackendUnsupported, KernelRequirements
+from focus_exp.attention.kernels.contract import BackendUnsupported
 from focus_exp.attention.kv_cache import GroupedCache
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, local_only_selection, select
+from focus_exp.attention.selection import AttentionArgs, Sequence, local_only_selection, select
 from focus_exp.speed.layer import slice_selection
 
 KERNEL = cpu_sparse.CpuSparse()
@@ -41,92 +40,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.ops.focus_exp.use_isa("")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty holds NaN, so that a number nobody computed shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def evaluate(
-    attention, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, **options
-) -> list[Tensor]:
-    """Output on real tokens, and the gradients of q, k, v, of soft assignments, and of sink logits."""
-    wide = torch.promote_types(dtype, torch.float32)
-    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-    if options.get("sink_logits") is not None:
-        leaves.append(options["sink_logits"].to(wide, copy=True).requires_grad_())
-        options = options | {"sink_logits": leaves[-1]}
-    if options.get("ste_slope"):
-        for name in ("assignment", "key_assignment"):
-            if (x := getattr(selection, name)) is not None:
-                leaves.append(x.to(wide, copy=True).requires_grad_())
-                selection = replace(selection, **{name: leaves[-1]})
-    out = attention(*leaves[:3], selection, sequence, AttentionArgs(**options))
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-    if sequence.valid is not None:
-        weights = weights * sequence.valid[:, None, :, None]
-    (out * weights.to(out.dtype)).sum().backward()
-    return [x.detach().double() for x in (out * (weights != 0), *(leaf.grad for leaf in leaves))]
-
-
-def assert_equal_to_reference(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, *problem, **options) -> None:
-    q, k, v = (x.to(dtype).double() for x in (q, k, v))
-    actual = evaluate(KERNEL.attention, dtype, q, k, v, *problem, **options)
-    expected = evaluate(reference_attention, torch.float64, q, k, v, *problem, **options)
-    scale = max(x.norm() for x in expected[1:])  # a gradient can be all cancellation
-    for mine, exact, least in zip(actual, expected, [0.0, *[scale] * (len(expected) - 1)], strict=True):
-        assert (mine - exact).norm() <= TOLERANCES[dtype] * max(exact.norm(), least)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[list, dict]:
-    torch.manual_seed(draw(st.integers(0, 10_000)))
-    batch, length, groups = draw(st.integers(1, 2)), draw(st.integers(1, 200)), draw(st.sampled_from([1, 3, 8, 64]))
-    heads, share = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3, 7, 25]))
-    size = draw(st.sampled_from([8, 16, 20, 64, 256]))
-    q = torch.randn(batch, heads * share, length, size)
-    k, v = torch.randn(2, batch, heads, length, size)
-
-    def assigned() -> Tensor:
-        """`(B, T, K)`, or `(B, 1 or G, T, K)`."""
-        of_heads = draw(st.sampled_from([None, 1, heads]))
-        kind = draw(st.sampled_from(["spread", "giant", "empty", "tied"]))
-        g = random_assignment(kind, batch * (of_heads or 1), length, groups)
-        return g if of_heads is None else g.unflatten(0, (batch, of_heads))
-
-    rule = draw(st.sampled_from(["query_topk", "share"]))
-    selection = select(assigned(), draw(st.integers(1, min(3, groups))), rule)
-    if draw(st.booleans()):  # groups of their own for keys
-        keys = assigned()
-        members = select(keys, draw(st.integers(1, min(2, groups))), rule).key_groups
-        selection = replace(selection, key_groups=members, group=None, key_assignment=keys)
-    if draw(st.booleans()):  # some queries read no group
-        reads = selection.query_groups & (torch.rand(selection.query_groups.shape[:-1]) < 0.7)[..., None]
-        selection = replace(selection, query_groups=reads, group=None)
-    sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
-    if draw(st.integers(0, 5)) == 0:
-        selection = local_only_selection(sequence)
-    options = {
-        "window": draw(st.sampled_from([0, 5, 16, 70, 300])),
-        "sinks": draw(st.sampled_from([0, 1, 4, 17])),
-        "scaling": size**-0.5,
-        "softcap": draw(st.sampled_from([None, 1.5])),
-        "sink_logits": torch.randn(heads * share) if draw(st.booleans()) else None,
-        "ste_slope": 2.5 if draw(st.booleans()) and selection.assignment is not None else None,
-    }
-    return [q, k, v, selection, sequence], options
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
-@given(problem=problems())
-@settings(max_examples=40)
-def test_attention_random_problem_equals_reference(dtype, problem):
-    tensors, options = problem
-    assert_equal_to_reference(dtype, *tensors, **options)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
 @pytest.mark.parametrize("where", ["plain", "left", "right"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -134,9 +47,9 @@ def test_attention_each_instruction_set_equals_reference(isa, dtype, where, soft
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 301, 64), *torch.randn(2, 2, 2, 301, 64)
     assignment = random_assignment("spread", 4, 301, 8).unflatten(0, (2, 2))
-    problem = (select(assignment, 3, "query_topk"), random_sequence(where, 2, 301))
-    options = {"window": 37, "sinks": 3, "scaling": 0.125, "ste_slope": 2.5, "sink_logits": torch.randn(6)}
-    assert_equal_to_reference(dtype, q, k, v, *problem, softcap=softcap, **options)
+    args = AttentionArgs(0.125, softcap, sink_logits=torch.randn(6), window=37, sinks=3, ste_slope=2.5)
+    problem = Problem([q, k, v], select(assignment, 3, "query_topk"), random_sequence(where, 2, 301), args)
+    problem.check(KERNEL.attention, dtype, TOLERANCES[dtype])
 
 
 def test_attention_nan_in_padding_is_not_read():
@@ -165,36 +78,14 @@ def test_attention_changed_future_leaves_past():
     assert torch.equal(before[:, :, :150], after[:, :, :150])
 
 
-def test_attend_logsumexp_equals_reference(isa):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 4, 150, 32), *torch.randn(2, 1, 2, 150, 32)
-    _, lse = torch.ops.focus_exp.attend(q, k, v, None, None, None, None, 64, 0, 0.2, 0.0)
-    scores = (q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2)) * 0.2
-    future = torch.ones(150, 150, dtype=torch.bool).triu(1)
-    torch.testing.assert_close(lse.double(), scores.masked_fill(future, -torch.inf).logsumexp(-1), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (1.5, True)])
 def test_full_attention_equals_reference(isa, dtype, softcap, sinks):
     torch.manual_seed(0)
-    q, k, v = (x.to(dtype).double() for x in (torch.randn(2, 6, 270, 64), *torch.randn(2, 2, 2, 270, 64)))
-    sequence = Sequence.plain(2, 270)
-    options = {"scaling": 0.125, "softcap": softcap, "sink_logits": torch.randn(6) if sinks else None}
-
-    def full(q, k, v, selection, sequence, args):
-        return cpu_sparse.full_attention(q, k, v, args)
-
-    def reference(*tensors_and_args):
-        *tensors, args = tensors_and_args
-        return reference_attention(*tensors, replace(args, window=270))
-
-    actual, expected = (
-        evaluate(f, kind, q, k, v, local_only_selection(sequence), sequence, **options)
-        for f, kind in ((full, dtype), (reference, torch.float64))
-    )
-    for mine, exact in zip(actual, expected, strict=True):
-        assert (mine - exact).norm() <= TOLERANCES[dtype] * exact.norm()
+    tensors, sequence = [torch.randn(2, 6, 270, 64), *torch.randn(2, 2, 2, 270, 64)], Sequence.plain(2, 270)
+    args = AttentionArgs(0.125, softcap, sink_logits=torch.randn(6) if sinks else None, window=270)
+    problem = Problem(tensors, local_only_selection(sequence), sequence, args)
+    problem.check(lambda q, k, v, *rest: cpu_sparse.full_attention(q, k, v, rest[-1]), dtype, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("length", "trained"), [(255, False), (256, False), (256, True)])
@@ -212,12 +103,12 @@ def test_attention_several_threads_give_equal_numbers():
     torch.manual_seed(0)
     tensors = [torch.randn(1, 6, 900, 16), *torch.randn(2, 1, 3, 900, 16)]
     assignment = random_assignment("spread", 3, 900, 8)[None]
-    problem = (*tensors, select(assignment, 2, "query_topk"), Sequence.plain(1, 900))
-    options = {"window": 20, "sinks": 2, "scaling": 0.25, "ste_slope": 2.5}
+    args = AttentionArgs(0.25, window=20, sinks=2, ste_slope=2.5)
+    problem = Problem(tensors, select(assignment, 2, "query_topk"), Sequence.plain(1, 900), args)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        first, second = (evaluate(KERNEL.attention, torch.float32, *problem, **options) for _ in range(2))
+        first, second = (problem.run(KERNEL.attention, torch.float32) for _ in range(2))
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, first, second))
@@ -282,18 +173,6 @@ def test_route_by_kernel_ties_take_the_lowest_group():
             selection = method.route(torch.randn(1, length, 12), Sequence.plain(1, length))
             assert selection.query_groups[..., :2].all() and selection.query_groups.sum() == 3 * length * 2
             assert selection.key_groups[..., 0].all() and selection.key_groups.sum() == 3 * length
-
-
-@pytest.mark.parametrize(
-    ("requirements", "word"),
-    [
-        (KernelRequirements("cuda", torch.float32, 64), "cuda"),
-        (KernelRequirements("cpu", torch.float64, 64), "float64"),
-        (KernelRequirements("cpu", torch.float32, 512), "256"),
-    ],
-)
-def test_refuses_names_the_limit(requirements, word):
-    assert word in KERNEL.unsupported_reason(requirements)
 
 
 @pytest.mark.parametrize("where", ["packed", "gap"])

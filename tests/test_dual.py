@@ -1,7 +1,6 @@
 """FocusDual: routing against its definition, groups per head, budgets, adapters, training."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from focus_exp import UserError, attach, freeze, load_adapter, save_adapter, set_routing
 from focus_exp.attention.base import LayerShape
-from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask
 from focus_exp.models.methods import attached_methods, observe_selections, set_budget
@@ -120,72 +118,10 @@ def test_focus_dual_selection_equals_definition(layer):
     assert counts.distant_kept == sum(int((far & mask).sum()) for mask in kept)
 
 
-def outcome(method: FocusDual, h: Tensor, tensors: list[Tensor], sequence: Sequence, attend: Any) -> list[Tensor]:
-    """The output on real tokens, and the gradients of h, q, k, v and of everything that is trained."""
-    leaves = [x.clone().requires_grad_() for x in (h, *tensors)]
-    out = attend(*leaves[1:], method.route(leaves[0], sequence), sequence)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
-    if sequence.valid is not None:
-        weights = weights * sequence.valid[:, None, :, None]
-    wanted = [*leaves, *method.parameters()]
-    gradients = torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
-    return [out.detach() * (weights != 0), *gradients]
-
-
-@given(layer=layers())
-@settings(max_examples=12)
-def test_focus_dual_masked_path_equals_reference(layer):
-    method, h, tensors, sequence = layer
-    method.backend = "masked"
-
-    def fast(q, k, v, selection, sequence):
-        return method.attend(q, k, v, selection, sequence, AttentionArgs(0.3))
-
-    def exact(q, k, v, selection, sequence):
-        args = method.complete_args(AttentionArgs(0.3), selection)
-        args = replace(args, window=h.shape[1]) if method.is_dense() else args
-        return reference_attention(q, k, v, selection, sequence, args)
-
-    ours, truth = (outcome(method, h, tensors, sequence, way) for way in (fast, exact))
-    assert method.path == ("full" if method.is_dense() else "masked")
-    for mine, theirs in zip(ours, truth, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
-
-
 def test_focus_dual_ste_slope_is_half_the_steepness():
     method, half = FocusDual.create(LayerShape(WIDTH, 6, SIZE, 0, 3), gate_steepness=6.0), torch.full((1, 3, 2), 0.5)
     assert method.complete_args(AttentionArgs(1.0), Selection(half.clone().requires_grad_(), half > 0)).ste_slope == 3.0
     assert method.complete_args(AttentionArgs(1.0), Selection(half, half > 0)).ste_slope is None
-
-
-@given(layer=layers(), data=st.data())
-@settings(max_examples=12)
-def test_focus_dual_groups_depend_on_token_and_position(layer, data):
-    method, h, _, sequence = layer
-    selection = method.route(h, sequence)
-    if selection.key_groups is None:
-        return
-    assert selection.key_groups.sum(-1).eq(1).all()
-    reads = selection.query_groups.sum(-1)
-    fixed = (method.thresholds == UNSET).all() or method.counts == "head"
-    assert (
-        (reads == torch.tensor(method.groups_per_head)[:, None]).all()
-        if fixed
-        else (reads <= selection.max_groups[0]).all()
-    )
-    place = data.draw(st.integers(0, h.shape[1] - 1))
-    alone = method.route(h[:, place, None], Sequence(sequence.start[:, place, None] - place))
-    for name in ("assignment", "key_assignment", "query_groups", "key_groups"):
-        found, whole = getattr(alone, name), getattr(selection, name)[:, :, place, None]
-        torch.testing.assert_close(found, whole)
-
-
-def test_normalize_lengths_pair_subtracts_log_distant_keys():
-    method, length = FocusDual.create(LayerShape(WIDTH, 6, SIZE, 0, 3), groups=4, counts="pair", **NEAR), 15
-    found = method.normalize_lengths("pair", torch.zeros(1, 3, length, 4), torch.arange(length)[None])
-    for i in range(length):
-        distant = [j for j in range(NEAR["sinks"], length) if i - j > NEAR["window"]]
-        torch.testing.assert_close(found[0, :, i], torch.full((3, 4), -math.log(1 + len(distant))))
 
 
 def test_focus_dual_state_has_fitted_names_and_shapes():

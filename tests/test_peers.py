@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DynamicCache,
     PreTrainedModel,
 )
 
-from focus_exp.models.attach import attach, detach
+from focus_exp.models.attach import attach
 from focus_exp.models.methods import disable_method, set_routing
 
 MODES = {"kept": 4, "hard": 1}  # top_k of 4 groups
@@ -48,13 +47,6 @@ def generate(model: PreTrainedModel, tokens: Tensor, new: int = 6, **kwargs: obj
     return model.generate(tokens, do_sample=False, **lengths, **kwargs)
 
 
-def pad_left(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    padded = torch.cat([tokens.new_zeros(len(tokens), count), tokens], 1)
-    mask = torch.ones_like(padded)
-    mask[:, :count] = 0
-    return padded, mask
-
-
 @torch.no_grad()
 def logits(model: PreTrainedModel, tokens: Tensor, **kwargs: object) -> Tensor:
     return model(tokens, **kwargs).logits
@@ -62,9 +54,6 @@ def logits(model: PreTrainedModel, tokens: Tensor, **kwargs: object) -> Tensor:
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-# --- generation -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
@@ -85,78 +74,11 @@ def test_generate_with_prompt_lookup_equals_greedy(tiny_model, mode, tokens, fam
     assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=2), generate(model, prompt))
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_generate_with_left_padding_equals_row_alone(model, tokens, cache) -> None:
-    padded, mask = pad_left(tokens, 3)
-    options = {"cache_implementation": cache, "disable_compile": True}
-    assert torch.equal(generate(model, padded, attention_mask=mask, **options)[:, 3:], generate(model, tokens))
-
-
 def test_generate_from_inputs_embeds_equals_input_ids(model, tokens) -> None:
     embeds = model.get_input_embeddings()(tokens)
     lengths = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
     found = model.generate(inputs_embeds=embeds, do_sample=False, **lengths)
     assert torch.equal(found, generate(model, tokens)[:, tokens.shape[1] :])
-
-
-def test_generate_continued_from_cache_equals_one_call(model, tokens) -> None:
-    expected = generate(model, tokens, new=8)
-    first = generate(model, tokens, new=4, return_dict_in_generate=True)
-    mask = torch.ones_like(first.sequences)
-    found = generate(model, first.sequences, new=4, past_key_values=first.past_key_values, attention_mask=mask)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.slow
-def test_generate_compiled_model_equals_eager(tiny_model, tokens) -> None:
-    model = attach_focus(tiny_model("llama", num_hidden_layers=1), "hard")
-    expected = generate(model, tokens, new=3)
-    model.compile(backend="eager")
-    assert torch.equal(generate(model, tokens, new=3), expected)
-
-
-# --- caches -----------------------------------------------------------------------------------------------------------
-
-
-def test_cache_returned_keeps_contract(model, tokens) -> None:
-    cache = model(tokens, use_cache=True).past_key_values
-    assert isinstance(cache, DynamicCache)
-    assert cache.get_seq_length() == tokens.shape[1]
-    assert len(cache.layers) == model.config.num_hidden_layers
-    for layer, (keys, values, *_) in zip(cache.layers, cache, strict=True):
-        assert layer.keys.shape == layer.values.shape == keys.shape == values.shape == (2, 2, tokens.shape[1], 16)
-
-
-# --- forward ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_forward_kept_equals_base_implementation(tiny_model, tokens, implementation) -> None:
-    base = tiny_model("llama")
-    base.set_attn_implementation(implementation)
-    expected = logits(base, tokens)
-    assert_close(logits(attach_focus(base, "kept"), tokens), expected)
-
-
-def test_forward_batch_equals_rows(model, tokens) -> None:
-    rows = torch.cat([logits(model, row[None]) for row in tokens])
-    assert_close(logits(model, tokens), rows)
-
-
-def test_forward_4d_mask_equals_2d_mask(model, tokens) -> None:
-    padded, mask = pad_left(tokens, 3)
-    length = padded.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    allowed = (causal & mask[:, None, None].bool()) | torch.eye(length, dtype=torch.bool)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    found = logits(model, padded, attention_mask=allowed, position_ids=positions)
-    assert_close(found[:, 3:], logits(model, padded, attention_mask=mask, position_ids=positions)[:, 3:])
-
-
-def test_forward_packed_positions_equal_rows(model, tokens) -> None:
-    packed, positions = tokens.reshape(1, -1), torch.arange(tokens.shape[1]).repeat(2)[None]
-    found = logits(model, packed, position_ids=positions, use_cache=False)
-    assert_close(found.reshape(2, tokens.shape[1], -1), logits(model, tokens))
 
 
 def test_forward_output_attentions_equals_sdpa(model, tokens) -> None:
@@ -165,9 +87,6 @@ def test_forward_output_attentions_equals_sdpa(model, tokens) -> None:
     found = model(tokens, output_attentions=True).attentions
     assert type(found) is type(expected)
     assert len(found or ()) == len(expected or ())
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def test_resize_token_embeddings_keeps_logits(model, tokens) -> None:
@@ -209,14 +128,6 @@ def test_peft_merge_keeps_logits(model, tokens, config) -> None:
     expected = logits(peft_model, tokens)
     assert not torch.allclose(expected, base)
     assert_close(logits(peft_model.merge_and_unload(), tokens), expected)
-
-
-def test_copy_and_detach_leave_original_attached(model, tokens) -> None:
-    expected = logits(model, tokens)
-    twin = copy.deepcopy(model)
-    assert torch.equal(logits(twin, tokens), expected)
-    detach(twin)
-    assert torch.equal(logits(model, tokens), expected)
 
 
 def build_lfm2() -> PreTrainedModel:

@@ -1,16 +1,12 @@
 """Measurements: their file, and loading them."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
+from builders import make_config
 
-from focus_exp.checks import parse
-from focus_exp.config import conf_dir, register_schemas
 from focus_exp.config_hash import config_hash
 from focus_exp.reporting.load import Results
 from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
@@ -33,11 +29,6 @@ def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:
     assert format_measurements(read_measurements(path)) == format_measurements(written)
 
 
-def test_load_imports_no_torch() -> None:
-    code = "import sys, focus_exp.reporting.load; raise SystemExit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
@@ -50,9 +41,7 @@ def test_load_imports_no_torch() -> None:
     ],
 )
 def test_run_folder_is_named_after_what_runs(overrides: list[str], names: tuple[str, str]) -> None:
-    register_schemas()
-    with initialize_config_dir(conf_dir(), version_base="1.3"):
-        config = parse(compose("config", ["+experiment=retrofit_124m", *overrides, "trainer.accelerator=cpu"]))
+    config = make_config("+experiment=retrofit_124m", *overrides, "trainer.accelerator=cpu")
     folder = run_folder(config)
     assert folder.parts[:2] == ("runs", "retrofit")
     assert folder.parts[2] == f"{names[0]}-{names[1]}-cpu"

@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_checks
@@ -13,106 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
-from torch import Tensor
+from test_kernels import Problem, poisoned_memory  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from focus_exp.attention.base import LayerShape
-from focus_exp.attention.dense import reference_attention, scores
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.kernels import KERNELS, BackendUnsupported, KernelRequirements, gpu_sparse
-from focus_exp.attention.kernels.gpu_sparse import Layout, Setup, Triton, attend
+from focus_exp.attention.kernels.gpu_sparse import Layout, Setup, Triton
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
     Sequence,
-    base_mask,
-    group_mask,
     local_only_selection,
     select,
 )
-from focus_exp.attention.selection import local_mask as visible
 
 pytest.importorskip("triton", reason="Triton is there on Linux alone")
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="the kernels run on the GPU")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty holds NaN, so that a number nobody computed shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@dataclass
-class Problem:
-    tensors: tuple[Tensor, ...]  # q, k, v and, where there are some, the base's sinks
-    selection: Selection
-    sequence: Sequence
-    args: AttentionArgs
-
-    def run(self, attention, dtype: torch.dtype) -> list[Tensor]:
-        """The output on real tokens and the gradients of all tensors and of the assignments."""
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in self.tensors]
-        gates = torch.promote_types(dtype, torch.float32)
-        gate = ("assignment",) if self.selection.key_assignment is None else ("assignment", "key_assignment")
-        leaves += [getattr(self.selection, name).to(gates, copy=True).requires_grad_() for name in gate]
-        args = replace(self.args, sink_logits=leaves[3]) if len(self.tensors) == 4 else self.args
-        selection = replace(self.selection, **dict(zip(gate, leaves[len(self.tensors) :], strict=True)))
-        out = attention(*leaves[:3], selection, self.sequence, args)
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-        if self.sequence.valid is not None:
-            weights = weights * self.sequence.valid[:, None, :, None]
-        gradients = torch.autograd.grad((out * weights.to(out.dtype)).sum(), leaves)
-        return [x.detach().double() for x in (out * (weights != 0), *gradients)]
-
-
-@st.composite
-def selections(draw: st.DrawFn, batch: int, length: int) -> Selection:
-    """A router's, of any rule; or queries that ask other groups than they are in."""
-    groups = draw(st.sampled_from([1, 3, 8]))
-    kind, top_k = draw(st.sampled_from(["spread", "giant", "empty", "tied"])), draw(st.integers(1, min(3, groups)))
-    g = random_assignment(kind, batch, length, groups)
-    found = select(g, top_k, draw(st.sampled_from(["query_topk", "share"])))
-    if draw(st.booleans()):  # some queries ask no group
-        asks = found.query_groups & (torch.rand(batch, length, 1) < 0.7)
-        found = replace(found, query_groups=asks, group=None)
-    if not draw(st.booleans()):
-        return found
-    h = random_assignment("spread", batch, length, groups)
-    keys = select(h, draw(st.integers(1, top_k)), "share").key_groups
-    return Selection(g, found.query_groups, keys, key_assignment=h, max_groups=(top_k, top_k))
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    torch.manual_seed(draw(st.integers(0, 10_000)))
-    batch, length = draw(st.integers(1, 2)), draw(st.integers(1, 80))
-    heads, share, size = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.sampled_from([8, 20]))
-    q = torch.randn(batch, heads * share, length, size)
-    k, v = torch.randn(2, batch, heads, length, size)
-    logits = [torch.randn(heads * share)] if draw(st.booleans()) else []
-    selection = draw(selections(batch, length))
-    sequence = random_sequence(draw(st.sampled_from(["plain", "left", "right"])), batch, length)
-    args = AttentionArgs(
-        size**-0.5, draw(st.sampled_from([None, 1.5])), ste_slope=2.5,
-        window=draw(st.sampled_from([0, 5, 30, 200])), sinks=draw(st.integers(0, 4)),
-    )  # fmt: skip
-    return Problem((q, k, v, *logits), selection, sequence, args)
-
-
-def check(problem: Problem, kernel: Triton, dtype: torch.dtype = torch.float32, tolerance: float = 2e-6) -> None:
-    problem.tensors = tuple(x.to(dtype).float() for x in problem.tensors)
-    ours, truth = problem.run(kernel.attention, dtype), problem.run(reference_attention, torch.float64)
-    scale = max(x.norm() for x in truth[1:])  # a gradient can be all cancellation
-    for mine, exact, least in zip(ours, truth, [0.0, *[scale] * (len(truth) - 1)], strict=True):
-        assert (mine - exact).norm() <= tolerance * max(exact.norm(), least)
-
-
-@given(problem=problems())
-@settings(max_examples=5)
-def test_triton_any_input_equals_reference(problem):
-    check(problem, Triton())
 
 
 @pytest.mark.parametrize("size", [96, 256])
@@ -121,44 +37,8 @@ def test_triton_large_heads_half_precision_equals_reference(size):
     tensors = (torch.randn(1, 2, 40, size), *torch.randn(2, 1, 1, 40, size))
     selection = select(random_assignment("spread", 1, 40, 3), 2, "query_topk")
     args = AttentionArgs(size**-0.5, window=4, sinks=2, ste_slope=5.0)
-    problem = Problem(tensors, selection, Sequence.plain(1, 40), args)
-    check(problem, Triton(), torch.float16, 2e-3)  # the interpreter has no bf16
-
-
-def test_triton_groups_per_head_equal_reference(monkeypatch):
-    """Heads folded into the batch, the base's sinks with them; and the sinks' gradients from several chunks."""
-    monkeypatch.setattr(gpu_sparse, "SINK_CHUNK", 32)
-    torch.manual_seed(0)
-    q, (k, v) = torch.randn(2, 2, 50, 16), torch.randn(2, 2, 1, 50, 16)
-    selection = select(random_assignment("spread", 2, 50, 4), 2, "query_topk")
-    logits = torch.randn(2, 2)
-    args = AttentionArgs(0.25, sink_logits=logits, window=9, sinks=3)
-    ours = Triton().attention(q, k, v, selection, Sequence.plain(2, 50), args)
-    for b in range(2):
-        one = Selection(selection.assignment[b, None], selection.query_groups[b, None], selection.key_groups[b, None])
-        row = slice(b, b + 1)
-        of_row = replace(args, sink_logits=logits[b])
-        truth = reference_attention(q[row], k[row], v[row], one, Sequence.plain(1, 50), of_row)
-        torch.testing.assert_close(ours[row].double(), truth, atol=1e-5, rtol=1e-5)
-    args = replace(args, sink_logits=None, ste_slope=2.5)
-    check(Problem((q, k, v), selection, Sequence.plain(2, 50), args), Triton())
-
-
-@given(problem=problems())
-@settings(max_examples=2)
-def test_triton_lse_equals_kept_pairs(problem):
-    args = replace(problem.args, softcap=None)
-    q, k, v, *_ = problem.tensors
-    selection, sequence, rows = problem.selection, problem.sequence, slice(0, q.shape[2])
-    keep = visible(sequence, rows, q.shape[2], args.window, args.sinks) | group_mask(selection, rows, q.shape[2])
-    keep &= base_mask(sequence, rows, q.shape[2])
-    s = scores(q.double(), k.double(), args).masked_fill(~keep[:, None], float("-inf"))
-    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    layout = Layout.of(Setup.of(selection, sequence, args, k.shape[1]), *packed[1:])
-    _, lse = attend(*packed, None, layout, args)
-    truth = s.logsumexp(-1).transpose(0, 1).flatten(1)
-    real = slice(None) if sequence.valid is None else sequence.valid.flatten()
-    torch.testing.assert_close(lse[:, real].double(), truth[:, real], atol=1e-5, rtol=1e-5)
+    problem = Problem([*tensors], selection, Sequence.plain(1, 40), args)
+    problem.check(Triton().attention, torch.float16, 2e-3)  # the interpreter has no bf16
 
 
 @given(st.integers(1, 2), st.integers(1, 150), st.data())
@@ -238,16 +118,6 @@ def test_setup_never_waits_for_the_device(padding):
 def test_spans_of_queries_equal_reference():
     case = gpu_checks.Case(2, "share", size=16, dtype=torch.float16, length=134, per_head=True, spans=True)
     assert case.errors("cpu") == {}
-
-
-def test_triton_local_only_equals_reference():
-    sequence = random_sequence("left", 2, 40)
-    q, k, v = torch.randn(3, 2, 2, 40, 8)
-    args = AttentionArgs(0.3, window=5, sinks=2)
-    ours = Triton().attention(q, k, v, local_only_selection(sequence), sequence, args)
-    truth = reference_attention(q, k, v, local_only_selection(sequence), sequence, args)
-    real = sequence.valid[:, None, :, None]
-    torch.testing.assert_close((ours * real).double(), truth * real, atol=1e-5, rtol=1e-5)
 
 
 def test_too_many_shared_groups_raise():

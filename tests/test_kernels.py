@@ -1,0 +1,274 @@
+"""Every backend against the float64 reference, which of them is chosen, and which kernel computes full attention."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import random_assignment, random_sequence
+from torch import Tensor
+
+from focus_exp import attach, set_routing
+from focus_exp.assets import cache_root
+from focus_exp.attention.base import SPARSE_FROM
+from focus_exp.attention.dense import blocked_attention, masked_attention, reference_attention
+from focus_exp.attention.kernels import KERNELS, KernelRequirements, gpu_sparse, select_backends
+from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, local_only_selection, select
+from focus_exp.config import ModelConfig
+from focus_exp.data.books import read_books
+from focus_exp.evaluation.perplexity import token_losses
+from focus_exp.models.load import load_model
+from focus_exp.models.methods import attached_methods
+from focus_exp.speed import workload
+from focus_exp.speed.workload import Shape, Tensors, full_attention, run_full_step
+
+CPU = torch.device("cpu")
+SHAPE = Shape(width=8, heads=2, kv_heads=1, head_dim=8)
+needs_kernel = pytest.mark.skipif(unavailable_reason() is not None, reason="no compiler")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty holds NaN, so that a number nobody computed shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass
+class Problem:
+    """Hold q, k, v, what to select, and how to attend."""
+
+    tensors: list[Tensor]
+    selection: Selection
+    sequence: Sequence
+    args: AttentionArgs
+
+    def run(self, attention: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return the output on real tokens, and the gradients of q, k, v, sink logits and trained assignments."""
+        wide = torch.promote_types(dtype, torch.float32)
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in self.tensors]
+        args, selection = self.args, self.selection
+        if args.sink_logits is not None:
+            leaves.append(args.sink_logits.to(wide, copy=True).requires_grad_())
+            args = replace(args, sink_logits=leaves[-1])
+        for name in ("assignment", "key_assignment") if selection.is_soft or args.ste_slope is not None else ():
+            if (x := getattr(selection, name)) is not None:
+                leaves.append(x.to(wide, copy=True).requires_grad_())
+                selection = replace(selection, **{name: leaves[-1]})
+        out = attention(*leaves[:3], selection, self.sequence, args)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+        if self.sequence.valid is not None:
+            weights = weights * self.sequence.valid[:, None, :, None]
+        gradients = torch.autograd.grad((out * weights.to(out.dtype)).sum(), leaves)
+        with torch.no_grad():  # which takes other kernels
+            untrained = attention(*(x.to(dtype) for x in self.tensors), self.selection, self.sequence, self.args)
+        return [x.detach().double() for x in (*(y * (weights != 0) for y in (out, untrained)), *gradients)]
+
+    def check(
+        self, attention: Callable[..., Tensor], dtype: torch.dtype, tolerance: float, of_gradients: float | None = None
+    ) -> None:
+        """Compare with the reference; a gradient can be all cancellation, so that the largest sets the scale."""
+        self.tensors = [x.to(dtype).double() for x in self.tensors]
+        ours, exact = self.run(attention, dtype), self.run(reference_attention, torch.float64)
+        scale = max(x.norm() for x in exact[2:])
+        for index, (mine, truth) in enumerate(zip(ours, exact, strict=True)):
+            limit = tolerance * truth.norm() if index < 2 else (of_gradients or tolerance) * max(truth.norm(), scale)
+            assert (mine - truth).norm() <= limit
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    most: int = 200,
+    groups: tuple[int, ...] = (1, 3, 8, 64),
+    shares: tuple[int, ...] = (1, 2, 3, 7, 25),
+    sizes: tuple[int, ...] = (8, 16, 20, 64, 256),
+    masked: bool = False,
+) -> Problem:
+    """Draw a problem; with `masked` also soft routing and packed sequences, which the sparse kernels refuse."""
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    batch, length, count = draw(st.integers(1, 2)), draw(st.integers(1, most)), draw(st.sampled_from(groups))
+    heads, share, size = draw(st.integers(1, 2)), draw(st.sampled_from(shares)), draw(st.sampled_from(sizes))
+    q = torch.randn(batch, heads * share, length, size)
+    k, v = torch.randn(2, batch, heads, length, size)
+
+    def assigned() -> Tensor:
+        """`(B, T, K)`, or `(B, 1 or G, T, K)`."""
+        of_heads = draw(st.sampled_from([None, 1, heads]))
+        kind = draw(st.sampled_from(["spread", "giant", "empty", "tied"]))
+        g = random_assignment(kind, batch * (of_heads or 1), length, count)
+        return g if of_heads is None else g.unflatten(0, (batch, of_heads))
+
+    rule = draw(st.sampled_from(["query_topk", "share"]))
+    selection = select(assigned(), draw(st.integers(1, min(3, count))), rule)
+    if draw(st.booleans()):  # groups of their own for keys
+        keys = assigned()
+        members = select(keys, draw(st.integers(1, min(2, count))), rule).key_groups
+        selection = replace(selection, key_groups=members, group=None, key_assignment=keys)
+    if draw(st.booleans()):  # some queries read no group
+        reads = selection.query_groups & (torch.rand(selection.query_groups.shape[:-1]) < 0.7)[..., None]
+        selection = replace(selection, query_groups=reads, group=None)
+    kinds = ["plain", "left", "right", "packed"][: 4 if masked else 3]
+    sequence = random_sequence(draw(st.sampled_from(kinds)), batch, length)
+    if draw(st.integers(0, 5)) == 0:
+        selection = local_only_selection(sequence)
+    elif masked and draw(st.booleans()):
+        selection = Selection(selection.assignment, key_assignment=selection.key_assignment)
+    return Problem([q, k, v], selection, sequence, AttentionArgs(
+        scaling=size**-0.5,
+        softcap=draw(st.sampled_from([None, 1.5])),
+        window=draw(st.sampled_from([0, 5, 16, 70, 300])),
+        sinks=draw(st.sampled_from([0, 1, 4, 17])),
+        sink_logits=torch.randn(heads * share) if draw(st.booleans()) else None,
+        ste_slope=2.5 if draw(st.booleans()) and selection.query_groups is not None and selection.assignment is not None
+        else None,
+        gate=draw(st.sampled_from(["log", "multiplicative"])) if selection.is_soft else "log",
+        gate_steepness=draw(st.sampled_from([1.0, 10.0])),
+        gate_threshold=draw(st.sampled_from([0.0, 0.5])),
+    ))  # fmt: skip
+
+
+SMALL = {"groups": (1, 3, 8), "shares": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance", "of_gradients", "examples"),
+    [
+        ("masked", torch.float64, 1e-12, 1e-12, 25),
+        ("masked", torch.float32, 1e-5, 1e-5, 25),
+        ("masked", torch.bfloat16, 1e-2, 4e-2, 25),
+        ("cpu", torch.float32, 1e-5, 1e-5, 40),
+        ("cpu", torch.bfloat16, 1e-2, 1e-2, 40),
+        ("triton", torch.float32, 2e-6, 2e-6, 6),
+    ],
+    ids=str,
+)
+def test_backend_any_problem_equals_reference(monkeypatch, backend, dtype, tolerance, of_gradients, examples):
+    if backend == "cpu" and unavailable_reason() is not None:
+        pytest.skip("no compiler")
+    if backend == "triton":
+        pytest.importorskip("triton", reason="Triton is there on Linux alone")
+        monkeypatch.setattr(gpu_sparse, "SINK_CHUNK", 32)
+    limits = {
+        "masked": SMALL | {"most": 40, "masked": True},
+        "cpu": {},
+        "triton": SMALL | {"most": 80, "sizes": (8, 20)},
+    }[backend]
+
+    @settings(max_examples=examples)
+    @given(problem=problems(**limits), block=st.sampled_from([1, 4, 7, 64]))
+    def check(problem: Problem, block: int) -> None:
+        attention = partial(blocked_attention, block=block) if backend == "masked" else KERNELS[backend].attention
+        problem.check(attention, dtype, tolerance, of_gradients)
+
+    check()
+
+
+@needs_kernel
+def test_backend_auto_switches_at_sparse_from(tiny_model):
+    model = set_routing(attach(tiny_model("llama"), "focus", window=5), hard=True)
+    for length, path in ((SPARSE_FROM["cpu"] - 1, "masked"), (SPARSE_FROM["cpu"], "cpu"), (100, "cpu")):
+        if length == 100:
+            for method in attached_methods(model).values():
+                method.sparse_from = 100
+        with torch.no_grad():
+            model(torch.randint(256, (1, length)), logits_to_keep=1)
+        assert {method.path for method in attached_methods(model).values()} == {path}
+
+
+@needs_kernel
+def test_kernel_double_backward_raises():
+    """The backward pass is exact, and no function of its own that autograd could follow."""
+    q, k, v = torch.randn(3, 1, 2, 40, 8).requires_grad_()
+    selection = select(random_assignment("spread", 1, 40, 3), 1, "query_topk")
+    args = AttentionArgs(0.3, window=4, sinks=1)
+    out = KERNELS["cpu"].attention(q, k, v, selection, Sequence.plain(1, 40), args)
+    (gradient,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+def test_unsupported_reason_names_device_dtype_and_size():
+    on_cpu = KernelRequirements("cpu", torch.float32, 64)
+    assert KERNELS["cpu"].unsupported_reason(on_cpu) == unavailable_reason()
+    assert "CUDA" in KERNELS["triton"].unsupported_reason(on_cpu)
+    assert bool(select_backends(on_cpu)) == (unavailable_reason() is None)
+    for name, device, dtype, size, word in (
+        *(("triton", "cuda", torch.bfloat16, 512, "256"), ("cpu", "cuda", torch.float32, 64, "cuda")),
+        *(("cpu", "cpu", torch.float64, 64, "float64"), ("cpu", "cpu", torch.float32, 512, "256")),
+    ):
+        assert word in KERNELS[name].unsupported_reason(KernelRequirements(device, dtype, size))
+
+
+def refused() -> None:
+    raise RuntimeError("No available kernel")
+
+
+def test_full_attention_without_fused_kernel_uses_math(monkeypatch):
+    """As float32 on a GPU did: nothing that might be fastest served, and the choice among none failed."""
+    tensors = Tensors.random(SHAPE, 8, torch.float32, CPU)
+    works = {"sdpa-flash": refused, "sdpa-cudnn": refused, workload.SLOWEST: lambda: tensors.q}
+    monkeypatch.setattr(workload, "full_attention_kernels", lambda _: works)
+    assert full_attention(tensors, CPU)[0] == workload.SLOWEST
+    works |= {"sdpa-efficient": lambda: tensors.k}
+    assert full_attention(tensors, CPU)[0] == "sdpa-efficient"
+    works |= {"sdpa-efficient": refused, workload.SLOWEST: refused}
+    with pytest.raises(RuntimeError, match="no full attention for torch.float32 on cpu"):
+        full_attention(tensors, CPU)
+
+
+def test_full_attention_training_needs_backward(monkeypatch):
+    tensors = Tensors.random(SHAPE, 8, torch.float32, CPU).with_grad()
+
+    def exact() -> torch.Tensor:
+        return F.scaled_dot_product_attention(tensors.q, tensors.k, tensors.v, is_causal=True, enable_gqa=True)
+
+    works = {"forward alone": lambda: exact().detach(), "both": exact, workload.SLOWEST: refused}
+    monkeypatch.setattr(workload, "full_attention_kernels", lambda _: works)
+    name, work = full_attention(tensors, CPU)
+    assert name == "both"
+    run_full_step(work, tensors)
+
+
+def test_masked_attention_cuda_gqa_repeats_keys(monkeypatch):
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    q, (k, v) = torch.randn(1, 4, 6, 8), torch.randn(2, 1, 2, 6, 8)
+    keep = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    expected = masked_attention(q, k, v, keep, AttentionArgs(0.3))
+    kernel, asked = F.scaled_dot_product_attention, []
+
+    def watched(q, k, v, **options):
+        asked.append((k.shape[1], options["enable_gqa"]))
+        return kernel(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    found = masked_attention(q.as_subclass(OnCuda), k, v, keep, AttentionArgs(0.3))
+    assert asked == [(4, False)]
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+
+
+@needs_kernel
+@pytest.mark.real
+@pytest.mark.slow
+def test_real_model_sparse_path_equals_masked():
+    config, cache = ModelConfig(name="smollm2", hub_id="owner/absent"), cache_root(None)
+    loaded = load_model(config, assets="embedded", cache=cache, seed=0, dtype=torch.float32)
+    model = attach(loaded.model, "focus", groups=8, window=64)
+    text = " ".join(text for _, text in read_books(cache, "test"))[:4000]
+    tokens = torch.tensor([loaded.tokenizer(text)["input_ids"][:700]])
+    losses = []
+    for backend in ("masked", "cpu"):
+        set_routing(model, hard=True, top_k=1, backend=backend)
+        with torch.no_grad():
+            losses.append(token_losses(model, tokens))
+        assert {method.path for method in attached_methods(model).values()} == {backend}
+    assert (losses[0] - losses[1]).abs().max() < 1e-3
+    assert not torch.equal(*losses)
