@@ -1,25 +1,32 @@
-"""Fits of the token indexer and the block gate to the importance of pairs; test_key_gate.py has the gate on keys."""
+"""Fits of the token indexer, the block gate and the key gate to the importance of pairs."""
 
 import pytest
 import torch
 from builders import scored
+from hypothesis import given
+from hypothesis import strategies as st
 from running import fitting, only_run, record_of, run, tiny
+from torch import Tensor
 
 from focus_exp import attach
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.block_gate import BlockGate
 from focus_exp.attention.baselines.top_tokens import TokenIndexer, keep_largest
-from focus_exp.attention.options import FitOptions
+from focus_exp.attention.key_gate import GateTraining, KeyGate
 from focus_exp.attention.registry import METHODS
 from focus_exp.attention.selection import Sequence
-from focus_exp.models.methods import attached_methods
+from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.training.baseline_fits import (
     FITS,
     block_mass,
     distant_pairs,
+    find_threshold,
     fit_baseline,
     fit_block_gate,
+    fit_gate,
     fit_indexer,
+    key_importance,
+    later_queries,
     pair_importance,
 )
 from focus_exp.training.focus_dual_fit.encoders import standardize, standardized_tokens
@@ -27,19 +34,44 @@ from focus_exp.training.focus_dual_fit.importance import Observation
 from focus_exp.training.precision import choose_precision
 
 WIDTH, T, KINDS = 16, 96, 6
+NEAR = {"window": 5, "sinks": 2}
+INDEX = torch.arange(T)
+FITTED = pytest.mark.parametrize("name", ["token_indexer", "block_gate", "key_gate"])
 
 
-def planted(seed: int) -> Observation:
+def observe(kind: Tensor, importance: Tensor, generator: torch.Generator, most: int = T) -> Observation:
+    """Make noisy hidden states of tokens of these kinds, and the `most` important keys of each query `(T, T)`."""
+    hidden = torch.nn.functional.one_hot(kind, WIDTH) + 0.1 * torch.randn(T, WIDTH, generator=generator)
+    total, keys = importance.sum(-1), importance.topk(most, -1)
+    fractions = keys.values / total.clamp(min=1e-6)[:, None]
+    vectors = torch.zeros(T, 1, 4).bfloat16()
+    return Observation(
+        hidden.bfloat16(), vectors, keys.indices[:, None].int(), fractions[:, None].half(), total[:, None].float()
+    )
+
+
+def planted_pairs(seed: int) -> Observation:
     """Make tokens of several kinds; a query of one kind needs the keys of the next."""
     generator = torch.Generator().manual_seed(seed)
     kind = torch.randint(KINDS, (T,), generator=generator)
-    hidden = torch.nn.functional.one_hot(kind, WIDTH) + 0.1 * torch.randn(T, WIDTH, generator=generator)
-    index = torch.arange(T)
-    needed = (kind[None] == (kind[:, None] + 1) % KINDS) & (index[None] < index[:, None] - 4)
-    keys = needed.float().topk(12, -1)
-    fractions = keys.values / keys.values.sum(-1, keepdim=True).clamp(min=1)
-    vectors, total = torch.zeros(T, 1, 4).bfloat16(), needed.any(-1)[:, None].float()
-    return Observation(hidden.bfloat16(), vectors, keys.indices[:, None].int(), fractions[:, None].half(), total)
+    needed = (kind[None] == (kind[:, None] + 1) % KINDS) & (INDEX[None] < INDEX[:, None] - 4)
+    return observe(kind, needed / needed.sum(-1, keepdim=True).clamp(min=1), generator, most=12)
+
+
+def planted_blocks(seed: int) -> Observation:
+    """Make blocks of 8 tokens of one kind; a query of a kind needs the latest distant block of the next."""
+    generator = torch.Generator().manual_seed(seed)
+    kind = torch.randint(3, (T // 8,), generator=generator).repeat_interleave(8)
+    needed = (kind[None] == (kind[:, None] + 1) % 3) & (INDEX[None] // 8 < INDEX[:, None] // 8 - 1)
+    return observe(kind, needed / needed.sum(-1, keepdim=True).clamp(min=1), generator, most=48)
+
+
+def planted_keys(seed: int) -> Observation:
+    """Make two kinds of tokens; the keys of one are ten times as important, to every later query."""
+    generator = torch.Generator().manual_seed(seed)
+    kind = torch.randint(2, (T,), generator=generator)
+    distant = INDEX[:, None] - INDEX > NEAR["window"]
+    return observe(kind, distant * torch.where(kind == 1, 3.0, 0.3), generator)
 
 
 def kept_importance(method: TokenIndexer, observation: Observation, density: float) -> tuple[float, float]:
@@ -55,9 +87,9 @@ def kept_importance(method: TokenIndexer, observation: Observation, density: flo
 @torch.no_grad()
 def test_fit_indexer_finds_planted_pairs():
     torch.manual_seed(0)
-    method, validation = TokenIndexer.create(LayerShape(WIDTH, 2, 4, 0), size=8, window=4, sinks=0), planted(7)
+    method, validation = TokenIndexer.create(LayerShape(WIDTH, 2, 4, 0), size=8, window=4, sinks=0), planted_pairs(7)
     before, _ = kept_importance(method, validation, 0.2)
-    observations, options = [planted(seed) for seed in range(4)], TokenIndexer.fit_options(fit_steps=150)
+    observations, options = [planted_pairs(seed) for seed in range(4)], TokenIndexer.fit_options(fit_steps=150)
     standardize(method, observations)
     fit_indexer(method, observations, options, torch.Generator().manual_seed(0))
     after, ideal = kept_importance(method, validation, 0.2)
@@ -81,19 +113,6 @@ def test_block_mass_sums_a_head_over_each_block():
     assert block_mass(observation, 2)[:, 4].tolist() == [[6.0, 2.0, 0.0], [1.0, 1.0, 0.0]]
 
 
-def planted_blocks(seed: int) -> Observation:
-    """Make blocks of 8 tokens of one kind; a query of a kind needs the latest distant block of the next."""
-    generator = torch.Generator().manual_seed(seed)
-    kind = torch.randint(3, (T // 8,), generator=generator).repeat_interleave(8)
-    hidden = torch.nn.functional.one_hot(kind, WIDTH) + 0.1 * torch.randn(T, WIDTH, generator=generator)
-    index = torch.arange(T)
-    needed = (kind[None] == (kind[:, None] + 1) % 3) & (index[None] // 8 < index[:, None] // 8 - 1)
-    keys = needed.float().topk(48, -1)
-    fractions = keys.values / keys.values.sum(-1, keepdim=True).clamp(min=1)
-    vectors, total = torch.zeros(T, 1, 4).bfloat16(), needed.any(-1)[:, None].float()
-    return Observation(hidden.bfloat16(), vectors, keys.indices[:, None].int(), fractions[:, None].half(), total)
-
-
 @torch.no_grad()
 def test_fit_block_gate_finds_planted_blocks():
     torch.manual_seed(0)
@@ -114,9 +133,72 @@ def test_fit_block_gate_finds_planted_blocks():
     assert best_mass() > 1.5 * before
 
 
-@pytest.mark.parametrize("name", ["token_indexer", "block_gate"])
+def test_key_importance_sums_over_queries_of_each_head():
+    keys = torch.tensor([[[0, 1], [1, 0]], [[1, 1], [0, 0]]]).int()
+    fractions = torch.tensor([[[0.75, 0.25], [0.5, 0.5]], [[1.0, 0.0], [0.5, 0.5]]]).half()
+    observation = Observation(
+        torch.zeros(2, 4), torch.zeros(2, 2, 4), keys, fractions, torch.tensor([[4.0, 2], [1, 6]])
+    )
+    assert key_importance(observation).tolist() == [[3.0, 7.0], [2.0, 1.0]]
+
+
+def test_fit_gate_predicts_importance_per_later_query():
+    torch.manual_seed(0)
+    method = KeyGate.create(LayerShape(WIDTH, 2, 4, 0, 1), **NEAR)
+    observations = [planted_keys(seed) for seed in range(4)]
+    standardize(method, observations)
+    fit_gate(
+        method, observations, GateTraining(fit_steps=200, fit_learning_rate=0.02), torch.Generator().manual_seed(0)
+    )
+    hidden = (planted_keys(9).hidden.float() - method.mean) / method.scale
+    scores, kind = method.scores(hidden)[:, 0].exp(), planted_keys(9).hidden[:, 1] > 0.5
+    assert scores[kind].min() > 2 * scores[~kind].max()
+    assert 1.5 < scores[kind].mean() < 4.5  # 3, less the decay of the weights
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(0, 5)), min_size=1, max_size=20), st.floats(0, 1))
+def test_find_threshold_keeps_at_most_the_density(keys, density):
+    scores, queries = (torch.tensor(x) for x in zip(*keys, strict=True))
+    threshold = find_threshold(scores.float(), queries, density)
+    kept = queries[scores > threshold].sum()
+    assert kept <= density * queries.sum() + 1e-9
+    assert density < 1 or kept == queries.sum()
+
+
+def test_later_queries_counts_distant_pairs():
+    counts = later_queries(KeyGate.create(LayerShape(WIDTH, 4, 8, 0, 2), **NEAR), 10)
+    expected = [sum(i - j > NEAR["window"] for i in range(10)) if j >= NEAR["sinks"] else 0 for j in range(10)]
+    assert counts.tolist() == expected
+
+
+def test_fit_baseline_shares_a_threshold_and_its_fit_between_densities(tiny_model, tmp_path):
+    sequences = list(torch.randint(256, (3, 64), generator=torch.Generator().manual_seed(0)))
+    precision, kept, states = choose_precision("float32", "cpu", trains_base=False), [], []
+    counts = []
+    for density in (0.1, 0.5):
+        torch.manual_seed(len(kept))
+        model = attach(tiny_model("llama"), "key_gate", **NEAR)
+        options = GateTraining(calibration_sequences=3, validation_sequences=1, fit_steps=6, density=density)
+        fit_baseline(model, sequences, options, precision, tmp_path, seed=0)
+        methods = list(attached_methods(model).values())
+        counts.clear()
+        with (
+            torch.no_grad(),
+            observe_selections(model, lambda _, method, *seen: counts.append(method.count_pairs(*seen))),
+        ):
+            for tokens in sequences[:-1]:
+                model(tokens[None])
+        kept.append(sum(c.distant_kept for c in counts) / sum(c.distant for c in counts))
+        states.append(torch.cat([method.weight.detach().flatten() for method in methods]))
+        assert len({method.threshold.item() for method in methods}) == 1
+    assert torch.equal(*states)
+    assert len(list(tmp_path.glob("fits/*"))) == 1
+    assert kept[0] < kept[1] <= 0.75 and kept[0] <= 0.35  # pruning changes the later layers' hidden states
+
+
+@FITTED
 def test_finished_fit_is_read(tiny_model, tmp_path, monkeypatch, name):
-    options = FitOptions(calibration_sequences=3, validation_sequences=1, fit_steps=6)
+    options = METHODS[name].fit_options(calibration_sequences=3, validation_sequences=1, fit_steps=6)
     sequences = list(torch.randint(256, (3, 128), generator=torch.Generator().manual_seed(0)))
     precision = choose_precision("float32", "cpu", trains_base=False)
 
@@ -131,7 +213,7 @@ def test_finished_fit_is_read(tiny_model, tmp_path, monkeypatch, name):
     assert all(map(torch.equal, fit(), expected))
 
 
-@pytest.mark.parametrize("name", ["token_indexer", "block_gate"])
+@FITTED
 def test_run_fits_and_saves_an_adapter(tmp_path, name):
     options = (f"attention={name}", "recipe=none", "attention.calibration_sequences=3", "attention.fit_steps=8")
     settings = fitting(*tiny(tmp_path), *options)
@@ -139,6 +221,6 @@ def test_run_fits_and_saves_an_adapter(tmp_path, name):
     assert result.code == 0, result.err
     row = scored(record_of(tmp_path).measurements)[-1]
     assert (row.method, row.error) == (name, None)
-    assert 0.05 < row.distant_density <= 0.125
+    assert 0 < row.distant_density <= (0.6 if name == "key_gate" else 0.125)
     assert (only_run(tmp_path) / "adapter").is_dir()
     assert run(*settings, "attention.validation_sequences=3").code == 2

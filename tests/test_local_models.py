@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import make_config
 from conftest import build
 from gguf_files import plain_qwen2, write_gguf
-from hydra import compose, initialize_config_dir
 from running import only_run, record_of, router_steps, run, tiny, without_attention
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForSequenceClassification
 
-from focus_exp.checks import parse
-from focus_exp.config import ModelConfig, conf_dir, register_schemas
+from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models import gguf as gguf_module
 from focus_exp.models import load as load_module
@@ -137,8 +136,21 @@ def custom_tokenizer(place):
     path.write_text(json.dumps(values | {"tokenizer_class": "Mine"}))
 
 
-def without_weights(place):
-    (place / "model.safetensors").unlink()
+def change_weight(change):
+    """Return how to change one matrix of the saved weights; None drops it."""
+
+    def damage(place):
+        tensors = load_file(place / "model.safetensors")
+        matrix = tensors.pop("model.layers.1.mlp.up_proj.weight")
+        if (changed := change(matrix)) is not None:
+            tensors["model.layers.1.mlp.up_proj.weight"] = changed
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def cut(name, kept):
+    return lambda place: (place / name).write_bytes((place / name).read_bytes()[:kept])
 
 
 FOLDERS = {
@@ -152,7 +164,14 @@ FOLDERS = {
     "a tokenizer with custom code": (custom_tokenizer, ["tokenizer needs Python code of its own"]),
     "an unknown architecture": (lambda place: change_config(place, model_type="future"), ["future", "Transformers"]),
     "no model_type": (lambda place: change_config(place, model_type=None), ["model type"]),
-    "no weights": (without_weights, ["its weights cannot be read"]),
+    "no weights": (lambda place: (place / "model.safetensors").unlink(), ["its weights cannot be read"]),
+    "weights of NaN": (change_weight(lambda x: x * torch.nan), ["NaN"]),
+    "a missing matrix": (change_weight(lambda x: None), ["up_proj.weight"]),
+    "a matrix of another shape": (change_weight(lambda x: x[:8, :8].contiguous()), ["shape"]),
+    "half of its weights": (cut("model.safetensors", -100), ["weights"]),
+    "half of its config": (cut("config.json", 40), ["config"]),
+    "half of its tokenizer": (cut("tokenizer.json", 40), ["tokenizer"]),
+    "no tokenizer": (lambda place: (place / "tokenizer.json").unlink(), ["tokenizer.json"]),
 }
 
 
@@ -174,16 +193,10 @@ def test_load_model_unfit_folder_raises_its_reason(folder, tmp_path, monkeypatch
 # the hub
 
 
-def parsed(*overrides):
-    register_schemas()
-    with initialize_config_dir(conf_dir(), version_base="1.3"):
-        return parse(compose("config", list(overrides))).model
-
-
 def test_parse_hub_id_with_revision_is_split():
-    model = parsed("model.hub_id=owner/name@v1.0")
+    model = make_config("model.hub_id=owner/name@v1.0").model
     assert (model.hub_id, model.revision, model.name) == ("owner/name", "v1.0", "name")
-    shipped = parsed("model=gpt2_124m", "model.hub_id=openai-community/gpt2@main")
+    shipped = make_config("model=gpt2_124m", "model.hub_id=openai-community/gpt2@main").model
     assert (shipped.name, shipped.revision) == ("gpt2_124m", "main")
 
 
