@@ -135,7 +135,7 @@ def check_job(config: Config) -> Iterator[str]:
 def check_places(config: Config) -> Iterator[str]:
     model, data = config.model, config.data
     hub_id = model.hub_id or ""
-    is_deep = hub_id.count("/") > 1
+    is_deep = hub_id.partition(":")[0].count("/") > 1
     if hub_id.startswith((".", "/", "~")) or is_deep or (hub_id and Path(hub_id).exists()):
         yield f"model.hub_id must be owner/name of a Hub repository (got {hub_id}). Type model.path={hub_id}."
     if not (model.path or model.hub_id or model.architecture or model.base_run):

@@ -142,7 +142,7 @@ def test_load_model_unknown_hub_model_raises(monkeypatch, tmp_path):
     def not_found(*_, **__):
         raise OSError("Repository Not Found\nlong explanation")
 
-    monkeypatch.setattr("focus_exp.models.load.hf_hub_download", not_found)
+    monkeypatch.setattr("focus_exp.models.load.model_info", not_found)
     with pytest.raises(UserError, match=r"owner/absent: Repository Not Found\nCheck model.hub_id"):
         load(ModelConfig(name="x", hub_id="owner/absent"), tmp_path)
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from focus_exp.errors import UserError
 from focus_exp.models import gguf as gguf_module
 from focus_exp.models import load as load_module
 from focus_exp.models.files import find_local_model
-from focus_exp.models.load import find_hub_source, hash_weights, load_model
+from focus_exp.models.gguf import choose_file
+from focus_exp.models.load import hash_weights, load_model
 from focus_exp.models.random import byte_tokenizer
 
 TOKENS = torch.arange(40)[None]
@@ -200,14 +202,59 @@ def test_parse_hub_id_with_revision_is_split():
     assert (shipped.name, shipped.revision) == ("gpt2_124m", "main")
 
 
-@pytest.mark.parametrize("reachable", [True, False])
-def test_load_model_hub_records_the_commit(folder, monkeypatch, tmp_path, reachable):
-    snapshot = folder.rename(tmp_path / "c0ffee")
-    monkeypatch.setattr(load_module, "hub_reachable", lambda: reachable)
+FILES = ["README.md", "mine-Q4_K_M.gguf", "mine-Q8_0.gguf", "big-00001-of-00002.gguf", "mmproj-mine-F16.gguf"]
+
+
+def test_choose_file_takes_variant_name_or_only_file():
+    assert choose_file(FILES, "o/n", "q8_0") == "mine-Q8_0.gguf"
+    assert choose_file(FILES, "o/n", "mine-Q4_K_M.gguf") == "mine-Q4_K_M.gguf"
+    assert choose_file(["a/only.gguf"], "o/n", "") == "a/only.gguf"
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"), [("", ["o/n:mine-Q4_K_M", "o/n:mine-Q8_0"]), ("Q2_K", ["o/n:mine-Q8_0"])]
+)
+def test_choose_file_ambiguous_raises_with_choices(variant, words):
+    with pytest.raises(UserError) as error:
+        choose_file(FILES, "o/n", variant)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.fixture
+def gguf_hub(monkeypatch, tmp_path):
+    """Fake a Hub with one GGUF repository of two files; yields its downloads."""
+    asked = []
+
+    def download(repo_id, name, **options):
+        asked.append((repo_id, name, options["revision"], options["local_files_only"]))
+        return write_gguf(plain_qwen2(), tmp_path / name)
+
+    siblings = [SimpleNamespace(rfilename=name) for name in ("mine-Q4_K_M.gguf", "mine-Q8_0.gguf")]
+    info = SimpleNamespace(sha="c0ffee", siblings=siblings, card_data=None)
+    monkeypatch.setattr(load_module, "hub_reachable", lambda: True)
+    monkeypatch.setattr(load_module, "model_info", lambda hub_id, revision=None: info)
+    monkeypatch.setattr(load_module, "hf_hub_download", download)
+    return asked
+
+
+def test_load_model_hub_gguf_downloads_the_named_file(gguf_hub, tmp_path):
+    cfg = ModelConfig(name="mine", hub_id="owner/name-GGUF:Q8_0")
+    loaded = load_model(cfg, assets="auto", cache=tmp_path / "cache", seed=0, dtype=torch.float32)
+    assert gguf_hub == [("owner/name-GGUF", "mine-Q8_0.gguf", "c0ffee", False)]
+    assert torch.equal(loaded.model(TOKENS).logits, plain_qwen2()(TOKENS).logits)
+    assert (loaded.provenance.used, loaded.provenance.revision) == ("owner/name-GGUF/mine-Q8_0.gguf", "c0ffee")
+
+
+def test_load_model_hub_gguf_loads_from_cache(monkeypatch, tmp_path):
+    snapshot = tmp_path / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    write_gguf(plain_qwen2(), snapshot / "mine.gguf")
+    monkeypatch.setattr(load_module, "hub_reachable", lambda: False)
+    monkeypatch.setattr(load_module, "snapshot_download", lambda *_, **__: str(snapshot))
     monkeypatch.setattr(load_module, "hf_hub_download", lambda repo_id, name, **_: str(snapshot / name))
-    source = find_hub_source("owner/name", "main", "auto", tmp_path)
-    assert source.options == {"revision": "c0ffee", "local_files_only": not reachable}
-    assert (source.provenance.source, source.provenance.revision) == ("hub", "c0ffee")
+    cfg = ModelConfig(name="mine", hub_id="owner/name-GGUF")
+    loaded = load_model(cfg, assets="auto", cache=tmp_path / "cache", seed=0, dtype=torch.float32)
+    assert (loaded.provenance.source, loaded.provenance.revision) == ("hub", "c0ffee")
 
 
 def test_evaluate_check_base_false_uses_another_base(tmp_path):

@@ -143,6 +143,5 @@ def hub_error(name: str, error: Exception) -> UserError:
     """Explain a failed request to the Hub."""
     return UserError(
         f"{name}: {first_line(error)}\n"
-        "Check model.hub_id and model.revision. A gated model needs its terms accepted and `hf auth login`. Fetch a "
-        "GGUF file with `hf download`, and give it with model.path."
+        "Check model.hub_id and model.revision. A gated model needs its terms accepted and `hf auth login`."
     )

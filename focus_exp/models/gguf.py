@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from transformers.utils import logging as transformers_logging
 
 from focus_exp.assets import SMOLLM2, build_once, fetch_package
 from focus_exp.errors import UserError, first_line
+from focus_exp.models.files import SHARD
 
 log = logging.getLogger(__name__)
+MAGIC = b"GGUF"
 # the model inside the package SMOLLM2, which stands in for the Hub's
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_LICENCE = "Apache-2.0"
@@ -36,6 +39,7 @@ def embedded_folder(cache: Path) -> Path:
 
 def convert_once(file: Path, digest: str, cache: Path) -> Path:
     """Return the folder in `cache` with the conversion of `file`."""
+
     log.info("gguf: %s, digest %s", file, digest)
     return build_once(cache / "models" / f"{file.stem}-{digest}", partial(convert, file))
 
@@ -46,6 +50,7 @@ def convert(file: Path, folder: Path) -> None:
     Raises:
         UserError: the file is damaged, or transformers does not convert its architecture or tokenizer.
     """
+    check_magic(file)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     part, options = "weights", {"gguf_file": file.name, "trust_remote_code": False}
@@ -63,9 +68,41 @@ def convert(file: Path, folder: Path) -> None:
     except Exception as error:  # each reader fails in its own way on a damaged file
         if isinstance(error, OSError) and error.errno is not None:  # of the machine, such as a full disk
             raise
-        raise UserError(
-            f"{file}: its {part} cannot be read ({first_line(error)}). Download the file again, or give the folder of "
-            "the original model with model.path."
-        ) from error
+        raise conversion_error(file, part, error) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def check_magic(file: Path) -> None:
+    with file.open("rb") as content:
+        if (start := content.read(len(MAGIC))) != MAGIC:
+            raise UserError(f"{file} must be a GGUF file (it begins with {start!r}). Give another model.path.")
+
+
+def conversion_error(file: Path, part: str, error: Exception) -> UserError:
+    original = "the folder of the original model with model.path, or its model.hub_id."
+    if "not supported" in (reason := first_line(error)):
+        return UserError(f"{file}: transformers does not convert it ({reason}). Give {original}")
+    return UserError(f"{file}: its {part} cannot be read ({reason}). Download the file again, or give {original}")
+
+
+def choose_file(names: Iterable[str], repo_id: str, variant: str) -> str:
+    """Choose the file of a GGUF repository.
+
+    Args:
+        names: files of the repository.
+        variant: name of the file or its end, such as Q4_K_M; empty for a repository with one file.
+
+    Raises:
+        UserError: no file matches, or several do.
+    """
+    files = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n and not SHARD.search(Path(n).stem))
+    if not files:
+        raise UserError(f"model.hub_id={repo_id} has no unsplit GGUF file. Give the repository of the original model.")
+    wanted = variant.lower().removesuffix(".gguf")
+    matches = [n for n in files if n.lower().removesuffix(".gguf").endswith(wanted)]
+    matches = [n for n in matches if Path(n).stem.lower() == wanted] or matches
+    if len(matches) == 1:
+        return matches[0]
+    choices = ", ".join(f"model.hub_id={repo_id}:{Path(n).stem}" for n in (matches or files)[:6])
+    raise UserError(f"model.hub_id={repo_id} must name one of {len(matches or files)} GGUF files. Give {choices}.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, model_info, snapshot_download
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -210,25 +210,35 @@ def find_source(cfg: ModelConfig, assets: str, cache: Path) -> Source | None:
 
 
 def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path) -> Source:
-    """Find the model `hub_id` and the commit of `revision`."""
+    """Find `hub_id`: owner/name, or owner/name:file of a GGUF repository."""
     if uses_embedded(assets, "models", hub_id, is_shipped("model", hub_id)):
         substitution = explain_substitution(assets, gguf.EMBEDDED_NAME, hub_id)
         provenance = Provenance(
             hub_id, gguf.EMBEDDED_NAME, "embedded", gguf.EMBEDDED_REVISION, "", gguf.EMBEDDED_LICENCE, substitution
         )
         return Source(str(gguf.embedded_folder(cache)), {}, provenance)
-    is_offline = not hub_reachable()
+    repo_id, _, variant = hub_id.partition(":")
+    options: dict[str, Any] = {"local_files_only": not hub_reachable()}
     try:
-        config = hf_hub_download(hub_id, "config.json", revision=revision, local_files_only=is_offline)
+        if options["local_files_only"]:
+            snapshot = Path(snapshot_download(repo_id, revision=revision, **options))
+            files, commit = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*")], snapshot.name
+        else:
+            info = model_info(repo_id, revision=revision)
+            files, commit = [file.rfilename for file in info.siblings or []], str(info.sha)
+        options["revision"] = commit
+        provenance = Provenance(hub_id, hub_id, "hub", commit)
+        if not variant and ("config.json" in files or not any(name.endswith(".gguf") for name in files)):
+            return Source(repo_id, options, provenance)
+        name = gguf.choose_file(files, repo_id, variant)
+        file = Path(str(hf_hub_download(repo_id, name, **options)))
     except (OSError, ValueError) as error:
-        if is_offline:
+        if options["local_files_only"]:
             reason = "the Hugging Face Hub cannot be reached and its cache has no complete copy. Type assets=embedded."
             raise UserError(f"{hub_id}: {reason}") from error
         raise hub_error(hub_id, error) from error
-    commit = Path(config).parent.name
-    return Source(
-        hub_id, {"revision": commit, "local_files_only": is_offline}, Provenance(hub_id, hub_id, "hub", commit)
-    )
+    folder = gguf.convert_once(file, hash_files([file]), cache)
+    return Source(str(folder), {}, replace(provenance, used=f"{repo_id}/{name}"))
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -276,7 +286,10 @@ def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
 
 def hash_weights(path: str) -> str:
     """Hash a local model's configuration and weights to twelve hex digits."""
-    files = find_local_model(path).hashed_files
+    return hash_files(find_local_model(path).hashed_files)
+
+
+def hash_files(files: list[Path]) -> str:
     hashes = [f"{file.name} {hash_pages(file, (s := file.stat()).st_size, s.st_mtime_ns)}" for file in files]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:12]
 
