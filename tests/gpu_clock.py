@@ -17,12 +17,12 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from gpu_checks import CASES, Case
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
@@ -63,6 +63,7 @@ step: forward and backward of attention. bound by pairs: all pairs over kept pai
 commits 1afbcd6 and de03699 are of earlier kernels, with balanced groups (torch-flash: by torch's FlashAttention 2).
 """
 REPEATS = 5
+SECONDS = 540  # after which nothing more is begun
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,11 @@ class Contender:
 class Clock:
     """Check and time on one device, until the time is up."""
 
-    def __init__(self, seconds: float, tiny: bool, steps: bool) -> None:
-        self.tiny, self.steps = tiny, steps
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float16  # which the interpreter has
-        self.until = time.monotonic() + seconds
+        self.until = time.monotonic() + SECONDS
         self.skipped: list[str] = []
         self.layers = TINY_LAYER if tiny else LAYERS
         self.lengths = {48: [(PUBLISHED, 2), (DUAL, 4), (GATE, 1)]} if tiny else LENGTHS
@@ -160,7 +161,7 @@ class Clock:
                     continue
                 try:
                     yield from self.measure(name, shape, length, forms)
-                    if self.steps and (self.tiny or length == STEP_AT):
+                    if self.tiny or length == STEP_AT:
                         yield self.measure_step(name, shape, length, *forms[-1])
                 except RuntimeError as error:
                     self.skip(f"{name} at {length:,} tokens: {str(error).splitlines()[0]}")
@@ -268,36 +269,17 @@ def shown_cells(row: dict[str, Any]) -> list[Any]:
     return [cells.get(name) for name in SHOWN]
 
 
-def break_even(rows: list[dict[str, Any]], ratio: str) -> dict[str, int | None]:
-    """Return by setting the least measured length from which on it is faster at all lengths."""
-    least: dict[str, int | None] = {}
-    for row in sorted(rows, key=lambda row: row["tokens"]):
-        setting = f"{row['layer']} {row['form']} K={row['K']} {row['kernel']}"
-        if row.get(ratio):
-            least[setting] = (least.get(setting) or row["tokens"]) if row[ratio] > 1 else None
-    return least
-
-
-def triton_version() -> str | None:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--table", type=Path, help="only write speed_gpu.md of the records in this folder")
-    parser.add_argument("--no-steps", action="store_true", help="no clocks of a training step, which take long")
     options = parser.parse_args()
     if options.table:
         records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.table.glob("*.json"))]
         (options.table / "speed_gpu.md").write_text(table(records), encoding="utf-8")
         return
-    clock = Clock(options.minutes * 60, options.tiny, not options.no_steps)
+    clock = Clock(options.tiny)
     if clock.device.type == "cpu" and not options.tiny:
         sys.exit("torch sees no CUDA device; --tiny runs everything at toy sizes without one")
     folder = options.out or Path("runs", "gpu")
@@ -305,21 +287,15 @@ def main() -> None:
     began = time.monotonic()
     record: dict[str, Any] = {
         "commit": os.environ.get("FOCUS_EXP_COMMIT") or commit(), "device": device_name(clock.device),
-        "torch": torch.__version__, "triton": triton_version(), "python": platform.python_version(),
+        "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
         "checks": clock.checks(), "rows": [],
     }  # fmt: skip
     for row in clock.rows():
         record["rows"].append(row)
-        record |= {
-            "break_even": break_even(record["rows"], "ratio"),
-            "break_even_captured": break_even(record["rows"], "captured ratio"),
-            "skipped": clock.skipped, "seconds": time.monotonic() - began,
-        }  # fmt: skip
+        record |= {"skipped": clock.skipped, "seconds": time.monotonic() - began}
         (folder / "gpu.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     synchronize(clock.device)
     (folder / "speed_gpu.md").write_text(table([record]), encoding="utf-8")
-    print(f"break-even: {record['break_even']}")
-    print(f"break-even, captured: {record['break_even_captured']}")
     print(f"{folder / 'gpu.json'}: {record['seconds']:.0f} s")
     if record["checks"]["wrong"]:
         sys.exit("some checks were wrong")

@@ -1,6 +1,6 @@
 """Run the model and generation tests of transformers and the decoder tests of PEFT on models with Focus attached.
 
-    python tests/peers.py [--checkout FOLDER] [--mode MODE] [suites...]
+    python tests/peers.py [--checkout FOLDER] [suites...]
 
 A suite is a model family or "peft". Every test runs on the base model. Those that pass run again with Focus attached
 to each causal language model that they build: "kept" (top_k = groups, no pair pruned) and "hard" (top_k = 1), both
@@ -130,9 +130,9 @@ def write_hub(folder: Path) -> None:
 # --- runs and report --------------------------------------------------------------------------------------------------
 
 
-def run_suite(suite: str, modes: list[str]) -> None:
+def run_suite(suite: str) -> None:
     outcomes_path(suite, "").parent.mkdir(exist_ok=True)
-    for mode in modes:
+    for mode in ("base", *MODES):
         outcomes_path(suite, mode).unlink(missing_ok=True)
     env = os.environ | {
         "PYTHONPATH": f"{HERE.parent}:{CACHE / 'site'}",
@@ -141,7 +141,7 @@ def run_suite(suite: str, modes: list[str]) -> None:
         "HF_HUB_CACHE": str(CACHE / "hub"),
         "TQDM_DISABLE": "1",
     }
-    command = [sys.executable, str(HERE / "peers_plugin.py"), suite, *modes]
+    command = [sys.executable, str(HERE / "peers_plugin.py"), suite]
     with (CACHE / "outcomes" / f"{suite}.log").open("w") as log:
         folder = CACHE / ("peft-0.21.2" if suite == "peft" else "transformers")
         subprocess.run(command, cwd=folder, env=env, stdout=log)
@@ -213,11 +213,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(SUITES))
     parser.add_argument("--checkout", type=Path, help="git checkout of transformers")
-    parser.add_argument("--mode", choices=("base", *MODES), nargs="+", default=["base", *MODES])
     args = parser.parse_args()
     prepare_sources(args.checkout)
     for suite in args.suites or SUITES:
-        run_suite(suite, args.mode)
+        run_suite(suite)
     return min(write_report(HERE / "peers.md"), 1)
 
 

@@ -1,8 +1,8 @@
 """Pytest plugin of tests/peers.py: attach Focus to each causal language model that a test builds.
 
-    python tests/peers_plugin.py SUITE MODE...
+    python tests/peers_plugin.py SUITE
 
-runs in the folder that holds the tests and writes PEERS_CACHE/outcomes/SUITE-MODE.json.
+runs in the folder that holds the tests and writes PEERS_CACHE/outcomes/SUITE-MODE.json of each mode.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Plugin:
         signal.alarm(0)
 
 
-def run_in_process(suite: str, modes: list[str]) -> None:
+def run_in_process(suite: str) -> None:
     """Run the suite in each mode, in one process: importing the tests takes longer than most of them."""
     torch.set_num_threads(1)
     files = ["tests/test_decoder_models.py", "-k", PEFT_CONFIGS]
@@ -162,7 +162,7 @@ def run_in_process(suite: str, modes: list[str]) -> None:
         sys.modules[module] = types.ModuleType(module)
         sys.modules[module].__spec__ = ModuleSpec(module, None)
         setattr(sys.modules[module], name, type(name, (), {}))
-    for mode in modes:
+    for mode in ("base", *MODES):
         only, started = None, time.monotonic()
         if mode != "base":
             base = json.loads(outcomes_path(suite, "base").read_text())
@@ -175,4 +175,4 @@ def run_in_process(suite: str, modes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_in_process(sys.argv[1], sys.argv[2:])
+    run_in_process(sys.argv[1])
