@@ -437,6 +437,29 @@ def test_compile_inner_padding_is_one_graph(tiny_model):
     torch.testing.assert_close(run_at_once(compiled, ids, mask)[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 288}], ids=["gradients", "large heads"])
+def test_cache_steps_that_the_kernel_refuses_equal_one_pass(tiny_model, changes):
+    model, ids, cache, found = attach_focus(tiny_model("llama", **changes), 2), tokens(2, 12), None, []
+    for part in ids.split([9, 1, 2], 1):
+        with torch.set_grad_enabled(not changes):
+            out = model(input_ids=part, past_key_values=cache, use_cache=True)
+        found, cache = [*found, out.logits], out.past_key_values
+    torch.testing.assert_close(torch.cat(found, 1), run_at_once(model, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_emptied_cache_is_filled_again(tiny_model):
+    model, ids = attach_focus(tiny_model("llama"), 1), tokens(2, 12)
+    _, cache = run_in_chunks(model, ids, [5])
+    with pytest.raises(ValueError, match="tokens_to_remove must be <= 0"):
+        cache.layers[0].crop(1)
+    cache.reset()
+    cache.crop(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.layers[0].keys is None and cache.get_seq_length() == 0
+    found, _ = run_in_chunks(model, ids, [9, 3], cache=cache)
+    torch.testing.assert_close(found, run_at_once(model, ids), rtol=1e-4, atol=1e-5)
+
+
 def test_deepcopied_cache_continues(tiny_model):
     model, ids = attach_focus(tiny_model("llama"), 1), tokens(2, 30)
     _, cache = run_in_chunks(model, ids[:, :20], [20])

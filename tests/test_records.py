@@ -108,6 +108,30 @@ def test_compare_variants_changed_run_raises(tmp_path, state):
         compare_variants(comparison, home / "compare-seed0-cd", [])
 
 
+def test_compare_variants_without_a_run_has_no_changes(tmp_path):
+    variant = VariantRun(name="one", settings=[], folder="runs/adhoc/tiny/one-seed0-ab")
+    comparison = Record(status="running", experiment="adhoc", variants=[variant])
+    compare_variants(comparison, tmp_path / "adhoc" / "tiny" / "compare-seed0-cd", [])
+    assert comparison.measurements == [] and comparison.model == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-9], "must be a readable record"),
+        (lambda text: "[]", "schema_version must be .*got list"),
+        (lambda text: text.replace('"schema_version": ', '"schema_version": 9'), "schema_version must be"),
+        (lambda text: text.replace('"status": "finished"', '"status": 3'), "status: .*got '3'"),
+    ],
+)
+def test_load_damaged_record_raises(tmp_path, change, message):
+    path = tmp_path / "record.json"
+    Record(status="finished", experiment="mine").save(path)
+    path.write_text(change(path.read_text()))
+    with pytest.raises(UserError, match=message):
+        Record.load(path)
+
+
 @pytest.mark.parametrize(
     ("status", "timed", "scored", "complete"),
     [("finished", False, True, True), ("interrupted", True, False, True), ("interrupted", True, True, False),

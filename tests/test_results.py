@@ -1,5 +1,6 @@
 """Measurements: their file, and loading them."""
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from builders import make_config
 
 from focus_exp.config_hash import config_hash
 from focus_exp.reporting.load import Results
+from focus_exp.results.environment import commit
 from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import run_folder
@@ -66,3 +68,25 @@ def test_setup_key_differs_by_what_is_computed_alone() -> None:
     assert setup_key(record) == setup_key(other_seed) == setup_key(without_default)
     for change in ({"steps": 4}, {"model": {"fingerprint": "cd"}}, {"config": config | {"attention": {"groups": 8}}}):
         assert setup_key(replace(record, **change)) != setup_key(record)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["environment.py", "c0ffee", ""], "c0ffee"),
+        (["environment.py", "c0ffee", " M conf"], "c0ffee-dirty"),
+        (["environment.py", "c0ffee", None], "c0ffee-dirty"),
+        ([""], None),
+        ([None], None),
+    ],
+)
+def test_commit_names_changes_and_is_none_outside_of_git(monkeypatch, answers, expected) -> None:
+    left = iter(answers)
+
+    def git(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        if (answer := next(left)) is None:
+            raise subprocess.TimeoutExpired(command, 10)
+        return subprocess.CompletedProcess(command, 0, answer)
+
+    monkeypatch.setattr(subprocess, "run", git)
+    assert commit.__wrapped__() == expected

@@ -177,6 +177,8 @@ def test_table_says_how_far_a_run_is(tmp_path, monkeypatch):
     assert "status: interrupted, stopped by SIGTERM" in table.read_text()
     assert run(*settings).code == 0
     assert "status: finished" in table.read_text()
+    table.unlink()  # as if it had been killed before the table
+    assert "already finished" in run(*settings).out and table.exists()
 
 
 # checkpoints
