@@ -41,11 +41,10 @@ class Result:
     err: str
 
 
-def run(*arguments: str, drawn: bool = False, apart: bool = False, estimated: bool = False) -> Result:
+def run(*arguments: str, apart: bool = False, estimated: bool = False) -> Result:
     """Run `python -m focus_exp *arguments`; unhandled exceptions are raised.
 
     Args:
-        drawn: draw figures, which takes longer than the rest of a tiny run; else they are empty files.
         apart: run commands that this one starts as processes, and not in this one.
         estimated: estimate time and memory first, which takes further passes.
     """
@@ -55,8 +54,7 @@ def run(*arguments: str, drawn: bool = False, apart: bool = False, estimated: bo
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             patch.setattr(sys, "argv", ["focus_exp", *arguments])
             patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # it composes all to learn that none is set
-            if not drawn:
-                patch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"not drawn"))
+            patch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"not drawn"))  # it takes longest
             if not estimated:
                 patch.setattr(CostEstimator, "estimate", lambda self: "")
             if not apart:

@@ -9,20 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from test_dual import layers
 from test_kernels import Problem, poisoned_memory  # noqa: F401
 
 from focus_exp.attention import dense
 from focus_exp.attention.base import LayerShape
-from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.kernels import cpu_sparse
 from focus_exp.attention.kernels.contract import BackendUnsupported
-from focus_exp.attention.kv_cache import GroupedCache
 from focus_exp.attention.selection import AttentionArgs, Sequence, local_only_selection, select
-from focus_exp.speed.layer import slice_selection
 
 KERNEL = cpu_sparse.CpuSparse()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -112,40 +108,6 @@ def test_attention_several_threads_give_equal_numbers():
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, first, second))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
-@given(
-    seed=st.integers(0, 10_000),
-    heads=st.tuples(st.integers(1, 2), st.sampled_from([1, 3, 30])),
-    size=st.sampled_from([8, 16, 20, 64, 256]),
-    softcap=st.sampled_from([None, 1.5]),
-    has_sinks=st.booleans(),
-    by_head=st.booleans(),
-    rule=st.sampled_from(["query_topk", "share"]),
-)
-@settings(max_examples=30)
-def test_decode_random_cache_equals_reference(dtype, seed, heads, size, softcap, has_sinks, by_head, rule):
-    torch.manual_seed(seed)
-    (groups, share), length, prompt, window, sinks = heads, 60, 50, 8, 2
-    q = torch.randn(2, groups * share, length, size).to(dtype)
-    k, v = torch.randn(2, 2, groups, length, size).to(dtype)
-    selection = select(torch.rand(2, groups, length, 5) if by_head else torch.rand(2, length, 5), 2, rule)
-    logits = torch.randn(groups * share) if has_sinks else None
-    args = AttentionArgs(0.3, softcap, sink_logits=logits, window=window, sinks=sinks)
-    cache, outputs = GroupedCache(window, sinks), []
-    for part in (slice(0, prompt), *(slice(place, place + 1) for place in range(prompt, length))):
-        tensors = [x[:, :, part] for x in (q, k, v)]
-        some, sequence = (
-            slice_selection(selection, part),
-            Sequence(torch.full((2, part.stop - part.start), -part.start)),
-        )
-        if part.start:
-            outputs.append(cache.attend(*tensors, some, sequence, args))
-            assert cache.slots is not None  # the kernel has stored it
-        cache.append(*tensors[1:], some, sequence)
-    expected = reference_attention(q, k, v, selection, Sequence.plain(2, length), args)[:, :, prompt:]
-    assert (torch.cat(outputs, 2).double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
 
 
 @given(layer=layers(200))
