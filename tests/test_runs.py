@@ -54,6 +54,12 @@ def change_text(folder):
     text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
 
 
+def change_tokenizer(folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "e"})
+    tokenizer.save_pretrained(folder / "weights")
+
+
 def change_weights(folder):
     model = build("tiny_llama")
     with torch.no_grad():
@@ -64,7 +70,7 @@ def change_weights(folder):
 @pytest.mark.parametrize("status", ["finished", "interrupted"])
 @pytest.mark.parametrize(
     ("change", "key"),
-    [(change_text, "data.files"), (change_weights, "model.path")],
+    [(change_text, "data.files"), (change_tokenizer, "the tokenizer of model.path"), (change_weights, "model.path")],
 )
 def test_run_with_changed_inputs_is_refused(tmp_path, change, key, status):
     for part in (build("tiny_llama"), byte_tokenizer()):

@@ -16,6 +16,7 @@ from focus_exp.assets import HUB_ID
 from focus_exp.errors import UserError, first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of these
+TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 NO_TOKENIZER = (
     f"it has no tokenizer: {TOKENIZER_FILES[0]} or a similar file is missing. Put the output of "
     "tokenizer.save_pretrained there."

@@ -33,6 +33,8 @@ from focus_exp.config import ModelConfig, is_shipped
 from focus_exp.errors import UserError
 from focus_exp.models import gguf
 from focus_exp.models.files import (
+    TOKENIZER_EXTRAS,
+    TOKENIZER_FILES,
     check_head,
     check_tokenizer,
     check_weights,
@@ -287,6 +289,13 @@ def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
 def hash_weights(path: str) -> str:
     """Hash a local model's configuration and weights to twelve hex digits."""
     return hash_files(find_local_model(path).hashed_files)
+
+
+def hash_tokenizer(path: str) -> str | None:
+    """Hash the tokenizer files of a local model; None for a GGUF, whose weights file has them."""
+    local = find_local_model(path)
+    files = [local.folder / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS)]
+    return None if local.gguf else hash_files([file for file in files if file.is_file()])
 
 
 def hash_files(files: list[Path]) -> str:
