@@ -17,11 +17,9 @@ from focus_exp.attention.registry import METHODS
 from focus_exp.attention.selection import Sequence
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.training.baseline_fits import (
-    FITS,
     block_mass,
     distant_pairs,
     find_threshold,
-    fit_baseline,
     fit_block_gate,
     fit_gate,
     fit_indexer,
@@ -29,6 +27,7 @@ from focus_exp.training.baseline_fits import (
     later_queries,
     pair_importance,
 )
+from focus_exp.training.fits import FITS, fit_attached
 from focus_exp.training.focus_dual_fit.encoders import standardize, standardized_tokens
 from focus_exp.training.focus_dual_fit.importance import Observation
 from focus_exp.training.precision import choose_precision
@@ -171,7 +170,7 @@ def test_later_queries_counts_distant_pairs():
     assert counts.tolist() == expected
 
 
-def test_fit_baseline_shares_a_threshold_and_its_fit_between_densities(tiny_model, tmp_path):
+def test_fit_attached_shares_a_threshold_and_its_fit_between_densities(tiny_model, tmp_path):
     sequences = list(torch.randint(256, (3, 64), generator=torch.Generator().manual_seed(0)))
     precision, kept, states = choose_precision("float32", "cpu", trains_base=False), [], []
     counts = []
@@ -179,7 +178,7 @@ def test_fit_baseline_shares_a_threshold_and_its_fit_between_densities(tiny_mode
         torch.manual_seed(len(kept))
         model = attach(tiny_model("llama"), "key_gate", **NEAR)
         options = GateTraining(calibration_sequences=3, validation_sequences=1, fit_steps=6, density=density)
-        fit_baseline(model, sequences, options, precision, tmp_path, seed=0)
+        fit_attached(model, sequences, options, precision, tmp_path, seed=0)
         methods = list(attached_methods(model).values())
         counts.clear()
         with (
@@ -205,11 +204,11 @@ def test_finished_fit_is_read(tiny_model, tmp_path, monkeypatch, name):
     def fit():
         torch.manual_seed(1)
         model = attach(tiny_model("llama"), name, window=8, sinks=2)
-        fit_baseline(model, sequences, options, precision, tmp_path, seed=0)
+        fit_attached(model, sequences, options, precision, tmp_path, seed=0)
         return [x for method in attached_methods(model).values() for x in method.state_dict().values()]
 
     expected = fit()
-    monkeypatch.setitem(FITS, METHODS[name], (None, FITS[METHODS[name]][1]))
+    monkeypatch.setitem(FITS, METHODS[name], None)
     assert all(map(torch.equal, fit(), expected))
 
 

@@ -20,13 +20,13 @@ from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, top_k_groups
 from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
+from focus_exp.training.fits import fit_attached
 from focus_exp.training.focus_dual_fit import fit, importance
-from focus_exp.training.focus_dual_fit.encoders import FitSequence, fit_encoders, score_thresholds
+from focus_exp.training.focus_dual_fit.encoders import FitSequence, fit_encoders, score_thresholds, standardize
 from focus_exp.training.focus_dual_fit.fit import (
     BudgetCurves,
     allocate_groups,
     dual_methods,
-    fit_dual,
     measure_curves,
     pruned_loss,
     rebalance,
@@ -57,6 +57,10 @@ def dual_config(**changes) -> DualConfig:
 def attach_dual(model, **changes):
     torch.manual_seed(1)
     return attach(model, "focus_dual", **OPTIONS | changes)
+
+
+def values(measurements, metric: str) -> list[float]:
+    return [m.value for m in measurements if m.metric == metric]
 
 
 def distant_pairs(length: int = T, window: int = WINDOW) -> Tensor:
@@ -169,7 +173,7 @@ def test_fit_to_attention_observes_attention_weights(tiny_model, tmp_path, monke
     sequences, model = random_sequences(3), tiny_model("llama")
     model.set_attn_implementation("eager")
     attentions = model(sequences[0][None], output_attentions=True).attentions
-    fit_dual(attach_dual(model), sequences, dual_config(fit_to="attention"), FLOAT32, tmp_path, 0)
+    fit_attached(attach_dual(model), sequences, dual_config(fit_to="attention"), FLOAT32, tmp_path, 0)
     for observation, attention in zip(observed, attentions, strict=True):
         expected = (attention[0] * distant_pairs()).unflatten(0, (observation.total.shape[1], -1)).sum(1)
         torch.testing.assert_close(observation.total.T, expected.sum(-1), rtol=1e-3, atol=1e-4)
@@ -202,7 +206,9 @@ def planted(sequences: int, seed: int) -> list[Observation]:
 @pytest.fixture(scope="module")
 def fitted() -> FocusDual:
     method = FocusDual.create(LayerShape(16, 4, 8, 0, 2), **OPTIONS)
-    fit_encoders(method, planted(24, seed=0), 300, 0.005, torch.Generator().manual_seed(0))
+    observations = planted(24, seed=0)
+    standardize(method, observations)
+    fit_encoders(method, observations, 300, 0.005, torch.Generator().manual_seed(0))
     return method
 
 
@@ -240,12 +246,13 @@ def test_group_importance_and_gradient_equal_a_dense_product():
 def test_fit_with_one_encoder_trains_the_key_encoder(tiny_model, tmp_path):
     model = attach_dual(tiny_model("llama"), encoders=1)
     before = copy_state(model)
-    rows, _ = fit_dual(model, random_sequences(3), dual_config(encoders=1), FLOAT32, tmp_path, 0)
-    assert all(0 <= row.lost <= 1 for row in rows)
+    rows, _ = fit_attached(model, random_sequences(3), dual_config(encoders=1), FLOAT32, tmp_path, 0)
+    lost = values(rows, "importance_lost_fraction")
+    assert all(0 <= x <= 1 for x in lost)
     for method in dual_methods(model).values():
         assert {name for name, _ in method.named_parameters()} == {"key_encoder.weight", "key_encoder.bias"}
     weights = [name for name in before if name.endswith("key_encoder.weight")]
-    assert len(weights) == len(rows)
+    assert len(weights) == len(lost)
     assert not any(torch.equal(model.state_dict()[name], before[name]) for name in weights)
 
 
@@ -302,7 +309,7 @@ def test_allocation_keeps_the_budget_and_stays_on_the_hulls(seed, density):
 @pytest.mark.parametrize("counts", ["query", "pair"])
 def test_fitted_queries_read_top_k_groups_on_average(counts, tiny_model, tmp_path):
     model, sequences, reads = attach_dual(tiny_model("llama"), counts=counts), random_sequences(3), {}
-    fit_dual(model, sequences, dual_config(counts=counts), FLOAT32, tmp_path, 0)
+    fit_attached(model, sequences, dual_config(counts=counts), FLOAT32, tmp_path, 0)
 
     def count(layer, method, selection, sequence):
         reads[layer] = selection.query_groups.float().sum(-1)
@@ -346,7 +353,7 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
     sequences, folder = random_sequences(3), tmp_path / "resumed"
 
     def fit_with(place=folder, density=0.5, precision=FLOAT32, seed=0):
-        return fit_dual(
+        return fit_attached(
             attach_dual(tiny_model("llama")), sequences, dual_config(density=density), precision, place, seed
         )
 
@@ -367,14 +374,15 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
     monkeypatch.setattr(fit, "fit_encoders", lambda *arguments: done.append(original(*arguments)))
     again, seconds = fit_with()
     assert again == expected and seconds > 0
-    assert len(done) == len(expected) + 1  # the interrupted layer twice
+    densities = values(expected, "distant_density_fit")
+    assert len(done) == len(densities) + 1  # the interrupted layer twice
     assert list(folder.rglob("block-*")) == []
-    assert 0 < sum(row.pairs for row in expected) / len(expected) <= 0.5
+    assert 0 < sum(densities) / len(densities) <= 0.5
 
     monkeypatch.setattr(importance, "record_observations", None)  # another budget needs no other fit
     rows, spent = fit_with(density=0.2)
     assert spent == seconds
-    assert sum(row.pairs for row in rows) < sum(row.pairs for row in expected)
+    assert sum(values(rows, "distant_density_fit")) < sum(densities)
     for changed in ({"seed": 1}, {"precision": replace(FLOAT32, autocast=True)}):
         with pytest.raises(TypeError):
             fit_with(**changed)
@@ -406,7 +414,7 @@ def test_run_fits_trains_by_distillation_and_saves_the_budget(tmp_path):
     assert result.code == 0, result.err
     record = record_of(tmp_path / "runs")
     assert record.method["trainable_parameters"] > 0
-    fitted = {name: [m.value for m in record.measurements if m.metric == name] for name in FITTED}
+    fitted = {name: values(record.measurements, name) for name in FITTED}
     assert [len(values) for values in fitted.values()] == [2, 2, 4]
     assert all(0 <= value <= 1 for value in fitted["distant_density_fit"])
     adapter = only_run(tmp_path / "runs") / "adapter"

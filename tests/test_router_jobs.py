@@ -72,7 +72,7 @@ def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_pat
 
     whole = run(*command("whole"))
     assert whole.code == 0 and "4 of 12 sequences:" in whole.out
-    scored, score, fits, fit = [], perplexity.score, [], train.fit_dual
+    scored, score, fits, fit = [], perplexity.score, [], train.fit_attached
 
     def stop_at_second_score(*arguments):
         if scored:
@@ -87,7 +87,7 @@ def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_pat
         return fit(*arguments)
 
     monkeypatch.setattr(perplexity, "score", stop_at_second_score)
-    monkeypatch.setattr(train, "fit_dual", stop_at_first_fit)
+    monkeypatch.setattr(train, "fit_attached", stop_at_first_fit)
     codes, tables = [], []
     while not codes or (codes[-1] and len(codes) < 40):
         scored.clear()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.options import FitOptions
 from focus_exp.config import AttentionConfig, Config, DualConfig, get_method_options
 from focus_exp.data import SequenceDataset
@@ -33,10 +32,9 @@ from focus_exp.models.methods import (
     swap_methods,
 )
 from focus_exp.speed.timing import Work, peak_memory, time_once
-from focus_exp.training.baseline_fits import fit_one_layer
 from focus_exp.training.callbacks import PROBES_PER_PHASE, probe_tokens, route_tokens
-from focus_exp.training.focus_dual_fit.encoders import fit_encoders
-from focus_exp.training.focus_dual_fit.fit import dual_methods, get_fit_key
+from focus_exp.training.fits import fit_one_layer, get_fit_key
+from focus_exp.training.focus_dual_fit.fit import dual_methods
 from focus_exp.training.focus_dual_fit.importance import (
     count_fit_threads,
     map_in_threads,
@@ -201,12 +199,8 @@ class CostEstimator:
             paths = [*Path(folder, "1").iterdir()] * (options.calibration_sequences - options.validation_sequences)
 
             def fit(steps: int, layer: int) -> None:
-                method, observations = methods[layer], read_observations(paths, layer)
-                generator = torch.Generator().manual_seed(0)
-                if isinstance(method, FocusDual):
-                    fit_encoders(method, observations, steps, options.fit_learning_rate, generator)
-                else:
-                    fit_one_layer(method, observations, replace(changed, fit_steps=steps), generator)
+                observations, generator = read_observations(paths, layer), torch.Generator().manual_seed(0)
+                fit_one_layer(methods[layer], observations, replace(changed, fit_steps=steps), generator)
 
             self.add_layers("fit", (len(methods) - fitted) / len(layers), options.fit_steps,
                             lambda steps: list(map_in_threads(partial(fit, steps), layers, device)))  # fmt: skip

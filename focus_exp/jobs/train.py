@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FitOptions, FocusOptions
-from focus_exp.config import AttentionConfig, Config, DualConfig, RecipeConfig, TuneConfig, get_method_options
+from focus_exp.config import AttentionConfig, Config, RecipeConfig, TuneConfig, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import SOFT
@@ -34,7 +34,6 @@ from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
 from focus_exp.storage import atomic_write, file_lock
-from focus_exp.training.baseline_fits import fit_baseline
 from focus_exp.training.callbacks import PROBES, probe_tokens, read_probes
 from focus_exp.training.checkpoints import checkpoint_path, repair_checkpoints
 from focus_exp.training.distributed import (
@@ -48,7 +47,8 @@ from focus_exp.training.distributed import (
     run_on_rank_zero,
     sequential_by_rank,
 )
-from focus_exp.training.focus_dual_fit.fit import fit_dual, format_fits, rebalance
+from focus_exp.training.fits import fit_attached
+from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases, unreached_learning_rates
 from focus_exp.training.precision import Precision, choose_device
 from focus_exp.training.warm_start import calibrate, temporary_calibration, warm_start
@@ -258,23 +258,16 @@ def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDat
 
 
 def fit_to_base(
-    run: Run, model: PreTrainedModel, sequences: SequenceDataset, options: FitOptions, label: str = ""
+    run: Run, model: PreTrainedModel, sequences: SequenceDataset, options: FitOptions
 ) -> tuple[list[Tensor], list[Measurement], float]:
     """Fit the attached method to the frozen base.
-
-    Args:
-        label: printed before the result of the fit.
 
     Returns:
         the sequences that it took, its measurements, and the seconds in all runs that worked on it.
     """
     cache, seed, precision = cache_root(run.config.cache_dir), run.config.seed, run.precision
     sample = sequences.sample(options.calibration_sequences, seed + 1)
-    if isinstance(options, DualConfig):
-        fits, seconds = fit_dual(model, sample, options, precision, cache, seed)
-        print(f"{label}{format_fits(fits)}")
-        return sample, [m for row in fits for m in row.measurements()], seconds
-    return sample, [], fit_baseline(model, sample, options, precision, cache, seed)
+    return sample, *fit_attached(model, sample, options, precision, cache, seed)
 
 
 def compose_fit_variants(config: Config) -> dict[str, AttentionConfig]:
@@ -305,7 +298,7 @@ def fit_variants(
         folder = run.folder / f"adapter-{name}"
         pl.seed_everything(run.config.seed, verbose=False)
         with swap_attachment(model, options.method, get_method_options(options)):
-            sample, measurements, seconds = fit_to_base(run, model, sequences, options, f"{name}: ")
+            sample, measurements, seconds = fit_to_base(run, model, sequences, options)
             extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
             extra |= {"tokens": sum(map(len, sample)), "seed": run.config.seed, "fit_seconds": seconds}
             save_adapter(model, folder, extra)

@@ -2,77 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.block_gate import BlockGate
 from focus_exp.attention.baselines.block_means import KeyBlocks
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
-from focus_exp.attention.key_gate import GateTraining, KeyGate
+from focus_exp.attention.key_gate import KeyGate
 from focus_exp.attention.options import FitOptions
 from focus_exp.attention.selection import Sequence, causal_mask, local_mask
-from focus_exp.models.methods import attached_methods
 from focus_exp.training.focus_dual_fit.encoders import (
     MAX_VALUE,
     VALUE_DECAY,
     draw_index,
     minimize,
     query_weights,
-    standardize,
     standardized_tokens,
 )
-from focus_exp.training.focus_dual_fit.importance import Observation, fit_layers, open_fit
-from focus_exp.training.precision import Precision
+from focus_exp.training.focus_dual_fit.importance import Observation
 
 QUERIES_PER_STEP = 512
-NOT_FITTED = ("name", "method", "backend", "density", "tokens_kept")
-
-
-def fit_baseline(
-    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
-) -> float:
-    """Fit the attached methods of all layers to `sequences` `(T,)`; runs that differ in density share one fit.
-
-    Returns:
-        the seconds that the fit took.
-    """
-    sequences = sequences[: -options.validation_sequences]  # none of them is needed for validation
-    methods = attached_methods(model)
-    kind = type(next(iter(methods.values())))
-    _, importance = find_fit(kind)
-    key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
-
-    def fit(method: Any, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
-        return {**method.state_dict(), **fit_one_layer(method, observations, options, generator)}
-
-    with open_fit(cache, model, sequences, precision, [kind.name], key, sorted(methods), seed) as folder:
-        states, seconds = fit_layers(model, methods, sequences, precision, folder, seed, fit, importance)
-    if isinstance(options, GateTraining):
-        set_threshold(states, options.density)
-    for layer, state in states.items():
-        methods[layer].load_state_dict(state)
-    return seconds
-
-
-def find_fit(kind: type[AttentionMethod]) -> tuple[Any, str]:
-    """Return the function that fits a layer of a method, and the importance that it takes."""
-    return next(fit for base, fit in FITS.items() if issubclass(kind, base))
-
-
-def fit_one_layer(
-    method: Any, observations: list[Observation], options: FitOptions, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Fit one layer's method; returns tensors to cache besides its own."""
-    standardize(method, observations)
-    measured: dict[str, Tensor] | None = find_fit(type(method))[0](method, observations, options, generator)
-    return measured or {}
 
 
 def fit_indexer(
@@ -213,11 +163,3 @@ def find_threshold(scores: Tensor, queries: Tensor, density: float) -> Tensor:
     kept = queries[order].double().cumsum(0)
     count = int((kept <= density * kept[-1]).sum())
     return scores[order[count]] if count < len(order) else scores.new_tensor(float("-inf"))
-
-
-# fit of a layer by method, and the importance of pairs that it is fitted to
-FITS: dict[type[AttentionMethod], tuple[Callable[..., Any], str]] = {
-    TokenIndexer: (fit_indexer, "loss"),
-    KeyGate: (fit_gate, "loss"),
-    BlockGate: (fit_block_gate, "attention"),
-}

@@ -123,8 +123,7 @@ def standardized_tokens(observation: Observation, method: Standardized) -> Tenso
 def fit_encoders(
     method: FocusDual, observations: list[Observation], steps: int, learning_rate: float, generator: torch.Generator
 ) -> None:
-    """Fit `method` to the observations of its layer; see the module's three steps."""
-    standardize(method, observations)
+    """Fit a `standardize`d method to the observations of its layer; see the module's three steps."""
     sequences = [FitSequence.of(x, method) for x in observations]
     vectors = torch.cat([x.vectors for x in observations]).float().transpose(0, 1).to(method.mean.device)
     if method.heads == 1:

@@ -1,13 +1,10 @@
-"""Fit `focus_dual` to a frozen model: measure importance, fit each layer's encoders, allocate groups to heads.
-
-Runs that differ in their budget only share one cached fit.
-"""
+"""Fit the encoders of `focus_dual` to a frozen model, and allocate groups to heads by the importance that they lose."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,7 @@ from focus_exp.training.focus_dual_fit.importance import (
     Observation,
     PairChanges,
     backpropagate,
-    fit_layers,
     load_or_compute,
-    open_fit,
 )
 from focus_exp.training.precision import Precision
 from focus_exp.training.warm_start import run_forward
@@ -170,7 +165,6 @@ def upper_hull(x: Tensor, y: Tensor) -> list[int]:
 
 WITH_THRESHOLDS = ("query", "pair")  # values of `counts`
 CURVES = "curves-3"  # increase when the same encoders give other curves
-NOT_FITTED = ("name", "method", "backend", "top_k", "counts", "groups_per_layer", "density", "gate_steepness")
 
 
 def dual_methods(model: PreTrainedModel) -> dict[int, FocusDual]:
@@ -178,50 +172,66 @@ def dual_methods(model: PreTrainedModel) -> dict[int, FocusDual]:
     return {i: m for i, m in attached_methods(model).items() if isinstance(m, FocusDual) and hasattr(m, "mean")}
 
 
-def get_fit_key(options: DualConfig) -> dict[str, Any]:
-    """Return the options that decide the encoders."""
-    return {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+def fit_dual_layer(
+    method: FocusDual, observations: list[Observation], options: DualConfig, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Fit a layer's encoders; returns its thresholds under every counting rule that has them."""
+    fit_encoders(method, observations, options.fit_steps, options.fit_learning_rate, generator)
+    return {f"thresholds.{counts}": fit_thresholds(method, counts, observations) for counts in WITH_THRESHOLDS}
 
 
-def fit_dual(
-    model: PreTrainedModel, sequences: list[Tensor], options: DualConfig, precision: Precision, cache: Path, seed: int
-) -> tuple[list[FitRow], float]:
-    """Fit the encoders of every layer, and give each layer its budget.
+def load_layers(methods: Mapping[int, FocusDual], states: dict[int, dict[str, Tensor]], counts: str) -> None:
+    """Load fitted layers, with their thresholds under the counting rule `counts`."""
+    for layer, state in states.items():
+        thresholds = {rule: state.pop(f"thresholds.{rule}") for rule in WITH_THRESHOLDS}
+        methods[layer].load_state_dict(state | {"thresholds": thresholds.get(counts, state["thresholds"])})
 
-    Args:
-        sequences: token ids `(T,)`; the last `validation_sequences` validate the fit and decide the budget.
+
+def choose_budget(
+    model: PreTrainedModel,
+    methods: Mapping[int, FocusDual],
+    sequences: list[Tensor],
+    options: DualConfig,
+    precision: Precision,
+    folder: Path,
+) -> tuple[list[Measurement], float]:
+    """Measure the fit on `sequences`, each `(T,)`, and allocate groups to heads if a density is given.
 
     Returns:
-        The fitted layers, and the seconds that the fit took.
+        Measurements of each layer, and the seconds that the pass in `folder` took.
     """
-    methods = dual_methods(model)
-    if not methods:
-        return [], 0.0
-    key = get_fit_key(options)
-    calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
-
-    def fit(method: FocusDual, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
-        fit_encoders(method, observations, options.fit_steps, options.fit_learning_rate, generator)
-        thresholds = {f"thresholds.{x}": fit_thresholds(method, x, observations) for x in WITH_THRESHOLDS}
-        return method.state_dict() | thresholds
 
     def measure() -> dict[str, Tensor]:
-        measured = measure_curves(model, methods, validation, precision)
+        measured = measure_curves(model, methods, sequences, precision)
         return {f"{i}.{name}": x for i, curve in measured.items() for name, x in vars(curve).items()}
 
-    with open_fit(cache, model, sequences, precision, [], key, sorted(methods), seed) as folder:
-        states, seconds = fit_layers(model, methods, calibration, precision, folder, seed, fit, options.fit_to)
-        for layer, state in states.items():
-            thresholds = {counts: state.pop(f"thresholds.{counts}") for counts in WITH_THRESHOLDS}
-            methods[layer].load_state_dict(state | {"thresholds": thresholds.get(options.counts, state["thresholds"])})
-        tensors, more = load_or_compute(folder / f"{CURVES}-by-{options.counts}.safetensors", measure)
+    tensors, seconds = load_or_compute(folder / f"{CURVES}-by-{options.counts}.safetensors", measure)
     curves = {i: BudgetCurves(*(tensors[f"{i}.{item.name}"] for item in fields(BudgetCurves))) for i in methods}
     reads = [method.groups_per_head for method in methods.values()]
     if options.density is not None:
         reads = allocate_groups(list(curves.values()), options.density)
         set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
-    rows = [make_row(layer, curve, groups) for (layer, curve), groups in zip(curves.items(), reads, strict=True)]
-    return rows, seconds + more
+    layers = zip(curves.items(), reads, strict=True)
+    return [m for (layer, curve), groups in layers for m in describe_layer(layer, curve, groups)], seconds
+
+
+def describe_layer(layer: int, curves: BudgetCurves, reads: list[int]) -> Iterator[Measurement]:
+    """Yield the fit of a layer whose heads read these numbers of groups, on validation sequences.
+
+    importance_lost_fraction: of the importance [nats^2], by pruning the pairs of other groups.
+    """
+    k = torch.tensor(reads)[:, None]
+    pairs, lost = (x.gather(1, k).sum().item() for x in (curves.pairs, curves.lost))
+    distant, importance = max(curves.pairs[:, -1].sum().item(), 1.0), max(curves.lost[:, 0].sum().item(), 1e-30)
+    rows: list[tuple[str, float, str, dict[str, int]]] = [
+        ("distant_density_fit", pairs / distant, "fraction", {}),
+        ("importance_lost_fraction", lost / importance, "fraction", {}),
+        ("importance", importance, "nats^2", {}),
+        *(("groups_per_query", groups, "groups", {"head": head}) for head, groups in enumerate(reads)),
+    ]
+    for metric, value, unit, settings in rows:
+        settings = {"layer": layer, **settings}
+        yield Measurement(variant="focus_dual", metric=metric, value=value, unit=unit, settings=settings)
 
 
 @torch.no_grad()
@@ -254,49 +264,3 @@ def record_logits(
         method: (torch.cat([x[0] for x, _ in pairs], 1), torch.cat([x[0] for _, x in pairs], 1))
         for method, pairs in recorded.items()
     }
-
-
-@dataclass(kw_only=True)
-class FitRow:
-    """Fit of a layer's two encoders, measured on validation sequences; fractions are 0..1.
-
-    Args:
-        reads: groups that a query of each head reads.
-        pairs: density of the distant pairs.
-        lost: fraction of the importance that pruning the pairs of other groups loses.
-        importance: squared first-order change of the loss without distant pairs [nats^2].
-    """
-
-    layer: int
-    reads: list[int]
-    pairs: float
-    lost: float
-    importance: float
-
-    def measurements(self) -> Iterator[Measurement]:
-        rows: list[tuple[str, float, str, dict[str, int]]] = [
-            ("distant_density_fit", self.pairs, "fraction", {}),
-            ("importance_lost_fraction", self.lost, "fraction", {}),
-            ("importance", self.importance, "nats^2", {}),
-            *(("groups_per_query", groups, "groups", {"head": head}) for head, groups in enumerate(self.reads)),
-        ]
-        for metric, value, unit, settings in rows:
-            settings = {"layer": self.layer, **settings}
-            yield Measurement(variant="focus_dual", metric=metric, value=value, unit=unit, settings=settings)
-
-
-def make_row(layer: int, curves: BudgetCurves, reads: list[int]) -> FitRow:
-    """Summarize a layer whose heads read these numbers of groups."""
-    k = torch.tensor(reads)[:, None]
-    pairs, lost = (x.gather(1, k).sum().item() for x in (curves.pairs, curves.lost))
-    distant, importance = max(curves.pairs[:, -1].sum().item(), 1.0), max(curves.lost[:, 0].sum().item(), 1e-30)
-    return FitRow(layer=layer, reads=reads, pairs=pairs / distant, lost=lost / importance, importance=importance)
-
-
-def format_fits(fits: list[FitRow]) -> str:
-    """Format the fit by layer: density of distant pairs, and importance lost on validation sequences."""
-    lines = ["layer  groups read    density  importance lost"]
-    for fit in fits:
-        reads = ",".join(map(str, fit.reads))
-        lines.append(f"{fit.layer:>5}  {reads:<13}  {fit.pairs:>7.1%}  {fit.lost:>15.1%}")
-    return "\n".join(lines)
