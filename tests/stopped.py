@@ -29,7 +29,6 @@ CALLS = {
 WRITES = {
     "a variant's losses are written": ("focus_soft.npz", 0),
     "a checkpoint is written": ("everything.ckpt", 1),
-    "the previous checkpoint is kept": ("everything.ckpt.before", 0),
     "the adapter's second file is written": ("focus_adapter.safetensors", 0),
     "the trained base is written": ("model", 0),
     "the table is written": ("table.md", 0),

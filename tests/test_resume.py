@@ -18,7 +18,7 @@ from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.results.record import Record
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import Checkpoint
-from focus_exp.training.checkpoints import CONTENTS, CheckpointIO, read_checkpoint, repair_checkpoints
+from focus_exp.training.checkpoints import CONTENTS, CheckpointIO, read_checkpoint, remove_damaged
 
 STEPS = 45  # two epochs and a half of the tiny text
 # checkpoints, log lines and epochs end at different steps
@@ -192,7 +192,7 @@ def test_full_disk_leaves_complete_checkpoints(folder, expected, monkeypatch):
     assert "No space left on device" in failed.err
     checkpoints = only_run(folder / "full") / "checkpoints"
     contents = {path.name: path.read_bytes() for path in checkpoints.iterdir()}
-    assert contents == {"router.ckpt": complete[1], "router.ckpt.before": complete[0]}
+    assert contents == {"router.ckpt": complete[1]}
     assert record_of(folder / "full").status == "failed"
     with (only_run(folder / "full") / "metrics.jsonl").open("a") as log:
         log.write('{"phase": "router", "st')
@@ -217,35 +217,29 @@ def pickled_class() -> bytes:
     ],
     ids=["truncated", "empty", "text", "flipped bit", "pickled class"],
 )
-def test_damaged_checkpoint_is_replaced_by_the_previous_one(tmp_path, damage):
-    path = tmp_path / "router.ckpt"
-    for number in range(3):
-        state = {key: [number] for key in CONTENTS} | {"numbers": torch.randn(2000)}
-        CheckpointIO().save_checkpoint(state, path)
-    assert repair_checkpoints(tmp_path) == []
-    assert read_checkpoint(path)["loops"] == [2]
+def test_damaged_checkpoint_is_removed_with_those_of_later_phases(tmp_path, damage):
+    for phase in ("router", "everything", "last"):
+        state = {key: [phase] for key in CONTENTS} | {"numbers": torch.randn(2000)}
+        CheckpointIO().save_checkpoint(state, tmp_path / f"{phase}.ckpt")
+    phases = ["router", "everything", "last"]
+    assert remove_damaged(tmp_path, phases) == []
+    path = tmp_path / "everything.ckpt"
+    assert read_checkpoint(path)["loops"] == ["everything"]
     path.write_bytes(damage(path.read_bytes()))
-    (warning,) = repair_checkpoints(tmp_path)
+    (warning,) = remove_damaged(tmp_path, phases)
     assert str(path) in warning
-    assert read_checkpoint(path)["loops"] == [1]
-    assert repair_checkpoints(tmp_path) == []
-    path.write_bytes(damage(path.read_bytes()))
-    assert len(repair_checkpoints(tmp_path)) == 1
-    assert not path.exists()
+    assert [child.name for child in tmp_path.iterdir()] == ["router.ckpt"]
 
 
-@pytest.mark.parametrize("intact", [1, 0])
-def test_run_with_damaged_checkpoints_resumes_to_the_same_numbers(folder, expected, monkeypatch, intact):
-    runs = f"damaged-{intact}"
+def test_run_with_a_damaged_checkpoint_gives_the_same_numbers(folder, expected, monkeypatch):
     stop_at(monkeypatch, "router", 20, politely=True)
-    assert run(*command(folder, runs)).code == SIGTERM_CODE
+    assert run(*command(folder, "damaged")).code == SIGTERM_CODE
     monkeypatch.undo()
-    newest, older = sorted((only_run(folder / runs) / "checkpoints").iterdir())
-    for path in (newest, older)[: 2 - intact]:
-        path.write_bytes(path.read_bytes()[:-100])
-    assert run(*command(folder, runs)).code == 0
-    assert str(newest) in record_of(folder / runs).warnings[0]
-    assert outcome(folder / runs) == expected
+    (path,) = (only_run(folder / "damaged") / "checkpoints").iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    assert run(*command(folder, "damaged")).code == 0
+    assert str(path) in record_of(folder / "damaged").warnings[0]
+    assert outcome(folder / "damaged") == expected
 
 
 # records

@@ -35,7 +35,7 @@ from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
 from focus_exp.storage import atomic_write, file_lock
 from focus_exp.training.callbacks import PROBES, probe_tokens, read_probes
-from focus_exp.training.checkpoints import checkpoint_path, repair_checkpoints
+from focus_exp.training.checkpoints import checkpoint_path, remove_damaged
 from focus_exp.training.distributed import (
     broadcast_attached,
     broadcast_object,
@@ -187,7 +187,7 @@ def fit(
     config, record, precision = run.config, run.record, run.precision
     has_router, adapter = config.has_router, run.folder / "adapter"
     if is_main():
-        for warning in repair_checkpoints(run.folder / CHECKPOINTS):
+        for warning in remove_damaged(run.folder / CHECKPOINTS, [name for name, _ in config.phases]):
             run.warn(warning)
     is_resumed = broadcast_object(
         any(checkpoint_path(run.folder / CHECKPOINTS, name).exists() for name, _ in config.phases[:1])

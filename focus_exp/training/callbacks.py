@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import FocusConfig, PhaseConfig
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import STOP_SIGNALS, Interrupted
-from focus_exp.models.methods import find_routers, observe_selections
+from focus_exp.models.methods import find_routers, observe_selections, temporary_attributes
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.metrics import read_metrics, write_metrics
@@ -100,7 +100,7 @@ class Metrics(Callback):
         values = {
             "loss": torch.stack(self.losses).mean().item(),
             "learning_rate": module.learning_rate,
-            "gradient_norm": module.gradient_norm,
+            "gradient_norm": module.gradient_norm.item(),
             "tokens": step * self.tokens_per_step,
             "tokens_per_second": (step - self.last_step) * self.tokens_per_step / (now - self.last),
             "seconds": now - self.began,
@@ -180,21 +180,14 @@ class GateAnnealing(Callback):
     A shallow gate passes gradients of pairs that it would prune; a steep one approaches hard routing.
     """
 
-    def __init__(self, attention: FocusConfig) -> None:
-        self.final = attention.gate_steepness
-        self.start = self.final if attention.gate_steepness_start is None else attention.gate_steepness_start
+    def __init__(self, start: float, final: float) -> None:
+        self.start, self.final = start, final
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         progress = trainer.global_step / max(1, trainer.max_steps - 1)
-        self._set(module, self.start + (self.final - self.start) * progress)
-
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._set(module, self.final)
-
-    def _set(self, module: pl.LightningModule, steepness: float) -> None:
         assert isinstance(module, LanguageModelTask)
         for router in find_routers(module.model).values():
-            router.gate_steepness = steepness
+            router.gate_steepness = self.start + (self.final - self.start) * progress
 
 
 class CentroidUpdates(Callback):
@@ -213,7 +206,7 @@ class CentroidUpdates(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.last_step = trainer.global_step
-        self._record([])
+        self._record()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -231,7 +224,7 @@ class CentroidUpdates(Callback):
             if tokens.ndim > 3:  # the order of a single process: k-means starts from some of them
                 tokens = tokens.transpose(0, 1)
             self._move(method, tokens.flatten(0, -2), seed=step + 1_000_003 * layer)
-        self._record([])
+        self._record()
 
     @torch.no_grad()
     def _move(self, method: Focus, tokens: Tensor, seed: int) -> None:
@@ -243,16 +236,10 @@ class CentroidUpdates(Callback):
             after = nn.functional.normalize(kmeans(tokens, len(before), seed), dim=-1) * before.norm(dim=-1).mean()
         before.copy_(after)
 
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._record(None)
-
-    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
-        self._record(None)
-
-    def _record(self, tokens: list[Tensor] | None) -> None:
-        """Start a new list of projected tokens per method, or stop recording with None."""
+    def _record(self) -> None:
+        """Start a new list of projected tokens per method."""
         for method in self.methods.values():
-            method.projected = None if tokens is None else list(tokens)
+            method.projected = []
 
 
 PROBES = "probe.jsonl"
@@ -338,18 +325,10 @@ def route_tokens(model: PreTrainedModel, tokens: Tensor, precision: Precision) -
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put all modules in eval mode, with gates as hard as `train_with` has them."""
-    modes = {module: module.training for module in model.modules()}
-    hard = {method: method.hard for method in find_routers(model).values()}
-    model.eval()
-    for method in hard:
-        method.hard = method.train_with == "hard"
-    try:
+    with temporary_attributes(model.modules(), training=False), ExitStack() as stack:
+        for method in find_routers(model).values():
+            stack.enter_context(temporary_attributes([method], hard=method.train_with == "hard"))
         yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for method, value in hard.items():
-            method.hard = value
 
 
 def router_statistics(assignments: list[Tensor], groups: Tensor, previous: Tensor | None) -> dict[str, float | None]:

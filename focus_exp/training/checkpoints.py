@@ -1,8 +1,7 @@
-"""Checkpoints of a phase: the last two are kept, so that a damaged one has a replacement."""
+"""The checkpoint of a phase: written atomically, read without pickled classes, checked before a run resumes."""
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,15 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from focus_exp.errors import first_line
 from focus_exp.storage import atomic_write
 
-SUFFIX, PREVIOUS, DAMAGED = ".ckpt", ".before", ".damaged"
 CONTENTS = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "random_states", "accumulated"}
 
 
 def checkpoint_path(folder: Path, phase: str) -> Path:
-    return folder / f"{phase}{SUFFIX}"
+    return folder / f"{phase}.ckpt"
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Write checkpoints atomically next to their predecessor, and load tensors and plain data only."""
+    """Write checkpoints atomically, and load tensors and plain data only."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
@@ -34,8 +32,6 @@ class CheckpointIO(TorchCheckpointIO):
                 if isinstance(reason := error.__context__, OSError):
                     raise OSError(reason.errno, reason.strerror, str(path)) from error
                 raise
-            if path.exists():
-                os.replace(path, previous_path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> dict[str, Any]:
         return read_checkpoint(Path(path))
@@ -47,27 +43,15 @@ def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
     return state
 
 
-def previous_path(path: Path) -> Path:
-    return path.with_name(path.name + PREVIOUS)
-
-
-def repair_checkpoints(folder: Path) -> list[str]:
-    """Move damaged checkpoints aside and their predecessors into place; returns warnings."""
-    warnings = []
-    names = {path.name.removesuffix(PREVIOUS) for path in folder.glob(f"*{SUFFIX}*")}
-    for path in sorted(folder / name for name in names if name.endswith(SUFFIX)):
-        damaged = []
-        for candidate in filter(Path.exists, (path, previous_path(path))):
-            reason = damage_reason(candidate)
-            if reason is None:
-                os.replace(candidate, path)
-                break
-            os.replace(candidate, candidate.with_name(candidate.name + DAMAGED))
-            damaged.append(f"checkpoint {candidate} is damaged ({reason})")
-        if damaged:
-            action = "resuming from the previous one" if path.exists() else "its phase starts again"
-            warnings.append(f"{' and '.join(damaged)}; {action}")
-    return warnings
+def remove_damaged(folder: Path, phases: list[str]) -> list[str]:
+    """Remove the first damaged checkpoint and those of the phases after it; returns warnings."""
+    for index, phase in enumerate(phases):
+        path = checkpoint_path(folder, phase)
+        if path.exists() and (reason := damage_reason(path)):
+            for later in phases[index:]:
+                checkpoint_path(folder, later).unlink(missing_ok=True)
+            return [f"checkpoint {path} is damaged ({reason}); phase {phase} starts again"]
+    return []
 
 
 def damage_reason(path: Path) -> str | None:

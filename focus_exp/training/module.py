@@ -70,9 +70,8 @@ class LanguageModelTask(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if is_sharded(self.model):
             average_gradients(self.trainable_parameters())
-        norm = global_norm(self.gradients())
-        self.check_finite("gradient norm", norm)
-        self.gradient_norm = norm.item()
+        self.gradient_norm = global_norm(self.gradients())
+        self.check_finite("gradient norm", self.gradient_norm)
         # read here: by the time the step is logged the scheduler has advanced
         self.learning_rate = optimizer.param_groups[0]["lr"]
 
@@ -90,11 +89,11 @@ class LanguageModelTask(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        if not is_sharded(self.model):
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        elif gradient_clip_val is not None:
-            for gradient in self.gradients():
-                gradient.mul_(min(1.0, gradient_clip_val / (self.gradient_norm + 1e-6)))
+        """Clip as torch's `clip_grad_norm_`, which does not take sharded and whole gradients together."""
+        assert gradient_clip_val is not None
+        factor = (gradient_clip_val / (self.gradient_norm + 1e-6)).clamp(max=1.0).item()
+        for gradient in self.gradients():
+            gradient.mul_(factor)
 
     def configure_model(self) -> None:
         """Do nothing: ModelParallelStrategy asks for it, and a sharded base was sharded when loaded."""

@@ -21,8 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from focus_exp.attention.options import MAX_SEED
 from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import ResumableLoader, SequenceDataset
-from focus_exp.models.methods import attached_methods, find_routers
-from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
+from focus_exp.models.methods import attached_methods, find_routers, temporary_attributes
+from focus_exp.results.metrics import METRICS
 from focus_exp.training.callbacks import (
     PROBES,
     PROBES_PER_PHASE,
@@ -74,18 +74,7 @@ def train_phases(
         steps += phase.steps
         if index + 1 < len(phases):
             between(name)
-    if is_main():
-        for path in (folder / METRICS, folder / PROBES):
-            sort_by_phase(path, [name for name, _ in phases])
     return steps
-
-
-def sort_by_phase(path: Path, phases: list[str]) -> None:
-    """Sort the lines of a log: a phase with damaged checkpoints was trained after a later one."""
-    lines = read_metrics(path)
-    ordered = sorted(lines, key=lambda line: phases.index(line["phase"]))
-    if ordered != lines:
-        write_metrics(path, ordered)
 
 
 def unreached_learning_rates(config: Config) -> Iterator[str]:
@@ -143,8 +132,8 @@ def train_phase(
     if probed is not None and every and find_routers(model):
         callbacks += [Probe(StepLog(folder / PROBES, name, first_step), every, model, probed, precision)]
     callbacks += [Checkpoint(saved, settings.checkpoint_every)]
-    if config.has_router:
-        callbacks += [GateAnnealing(config.focus)]
+    if config.has_router and config.focus.gate_steepness_start is not None:
+        callbacks += [GateAnnealing(config.focus.gate_steepness_start, config.focus.gate_steepness)]
     trainer = pl.Trainer(
         accelerator="gpu" if precision.device.type == "cuda" else "cpu",
         strategy=lightning_strategy(settings),
@@ -166,7 +155,13 @@ def train_phase(
     )
     set_training_mode(model, phase)
     resume = broadcast_object(saved.exists())
-    with gather_batches(model, loader.split), checkpoint_layers(model, settings.gradient_checkpointing):
+    # what callbacks set in routers
+    state = {"projected": None, "gate_steepness": config.focus.gate_steepness} if config.has_router else {}
+    with (
+        temporary_attributes(find_routers(model).values(), **state),
+        gather_batches(model, loader.split),
+        checkpoint_layers(model, settings.gradient_checkpointing),
+    ):
         trainer.fit(task, loader, ckpt_path=saved if resume else None, weights_only=True)
     # Lightning leaves the model on the CPU
     move_to_device(model, precision.device)

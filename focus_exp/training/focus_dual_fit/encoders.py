@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,6 @@ MAX_VALUE, VALUE_DECAY = 50.0, 0.1  # the same for a query's total importance, a
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
 PRETRAINING_RATE = 0.02  # learning rate on the cluster labels
 DECAY = 1e-3  # of squared weights: importance is noisy, and a classifier memorizes noise
-
-
-class Standardized(Protocol):
-    """Method that sees hidden states with mean 0 and deviation 1."""
-
-    mean: Tensor
-    scale: Tensor
 
 
 class SparseMatrix(NamedTuple):
@@ -108,14 +101,14 @@ class FitSequence:
 
 
 @torch.no_grad()
-def standardize(method: Standardized, observations: list[Observation]) -> None:
+def standardize(method: Any, observations: list[Observation]) -> None:
     """Set the mean and scale with which `method` sees hidden states."""
     hidden = torch.cat([x.hidden for x in observations]).float()
     method.mean.copy_(hidden.mean(0))
     method.scale.copy_(hidden.std(0) + 1e-4)
 
 
-def standardized_tokens(observation: Observation, method: Standardized) -> Tensor:
+def standardized_tokens(observation: Observation, method: Any) -> Tensor:
     """Return hidden states `(T, E)` of mean 0 and deviation 1."""
     return (observation.hidden.float().to(method.mean.device) - method.mean) / method.scale
 
