@@ -269,10 +269,8 @@ def speed_rows(rows: list[Row]) -> list[Row]:
     for row in rows:
         sides.setdefault((*timed_case(row), row.metric, row.variant == "full"), row.value)
     made = []
-    for row in rows:
+    for row in [row for row in rows if row.metric == "speedup"]:
         for metric, side, factor in (("", "latency_ms", 1e-3), ("peak_memory", "peak_memory_bytes", 1.0)):
-            if row.metric != "speedup" and (metric or row.metric != "attention_speedup"):
-                continue
             ours, full = (sides.get((*timed_case(row), side, is_full)) for is_full in (False, True))
             cells: dict[str, Any] = {
                 "source": "method_speed" if row.groups is None else "speed", "reference": "full attention",

@@ -20,7 +20,7 @@ from focus_exp.errors import first_line
 from focus_exp.models.methods import observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.layer import Layer, Methods, time_attention, time_attention_step, time_decode, time_methods
+from focus_exp.speed.layer import Layer, Methods, time_attention, time_decode, time_methods
 from focus_exp.speed.model import (
     attention_dtype,
     describe_router,
@@ -90,9 +90,10 @@ class SpeedBenchmark:
         def of_layer(measure: Callable[..., Iterable[Measurement]], layer: Layer, length: int) -> Iterable[Measurement]:
             return measure(layer, length, self.groupings(length))
 
+        step = partial(time_attention, backward=True)
         tasks: list[Task] = [
             *(("attention", n, partial(of_layer, time_attention, layer, n)) for n in self.lengths),
-            *(("attention step", n, partial(of_layer, time_attention_step, layer, n)) for n in steps),
+            *(("attention step", n, partial(of_layer, step, layer, n)) for n in steps),
             *(("decode", n, partial(of_layer, time_decode, decode_layer, n)) for n in decodes),
         ]
         if not self.is_trained:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -36,7 +36,6 @@ from focus_exp.speed.workload import (
 
 ROUND_SECONDS = 20.0  # total of a case: slower calls are repeated less often
 MIN_REPEATS = 3
-MEMORY_FROM = 4096  # tokens below which a layer's memory is lost in noise
 STEPS = 16  # tokens decoded one after the other in one measurement
 STATIC_ROOM = 1024  # tokens that a static cache has room for beyond those that it holds
 
@@ -122,49 +121,34 @@ class BenchmarkCase:
         )  # fmt: skip
 
 
-def time_attention(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
-    """Time the clocks "attention" and "kernels", all groupings in turn with full attention."""
-    with torch.no_grad():
-        tensors = layer_tensors(layer, length)
+def time_attention(layer: Layer, length: int, groupings: list[Groups], backward: bool = False) -> Iterator[Measurement]:
+    """Time all groupings in turn with full attention: with routing and without, or, forward and backward, with it.
+
+    The clocks are "attention" and "kernels", or "attention step".
+    """
+    clocks = ("attention step",) if backward else ("attention", "kernels")
+    with torch.set_grad_enabled(backward):
+        tensors = layer_tensors(layer, length, backward)
         name, full = full_attention(tensors, layer.device)
         cases = [BenchmarkCase.build(layer, groups, tensors) for groups in groupings]
-        works = {"full": full}
+        works = {"full": partial(run_full_step, full, tensors) if backward else full}
         for number, case in enumerate(cases):
-            works[f"{number} attention"] = partial(case.run, tensors)
-            works[f"{number} kernels"] = partial(case.attend, tensors, case.selection)
-        repeats = layer.limit_repeats(time_once(full, layer.device))
+            works[f"{number} {clocks[0]}"] = partial(case.run_step if backward else case.run, tensors)
+            if not backward:
+                works[f"{number} kernels"] = partial(case.attend, tensors, case.selection)
+        repeats = layer.limit_repeats(time_once(works["full"], layer.device))
         seconds = time_in_turns(works, repeats, layer.device)
-        peaks = measure_peaks(layer, length, groupings, name, backward=False)
+        full_peak, *peaks = measure_peaks(layer, length, groupings, name, backward)
     for number, case in enumerate(cases):
-        for clock in ("attention", "kernels"):
-            full_peak, peak = (peaks[0], peaks[1 + number]) if clock == "attention" else (None, None)
-            yield from case.compare(
-                clock, {"seconds": seconds["full"], "peak_bytes": full_peak},
-                {"seconds": seconds[f"{number} {clock}"], "peak_bytes": peak}, full_kernel=name, repeats=repeats,
-            )  # fmt: skip
-
-
-def time_attention_step(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
-    """Time the clock "attention step": forward and backward to q, k, v and, with Focus, the assignment."""
-    tensors = layer_tensors(layer, length, backward=True)
-    name, full = full_attention(tensors, layer.device)
-    cases = [BenchmarkCase.build(layer, groups, tensors) for groups in groupings]
-    works = {"full": partial(run_full_step, full, tensors)}
-    works |= {str(number): partial(case.run_step, tensors) for number, case in enumerate(cases)}
-    repeats = layer.limit_repeats(time_once(works["full"], layer.device))
-    seconds = time_in_turns(works, repeats, layer.device)
-    peaks = measure_peaks(layer, length, groupings, name, backward=True)
-    for number, case in enumerate(cases):
-        yield from case.compare(
-            "attention step", {"seconds": seconds["full"], "peak_bytes": peaks[0]},
-            {"seconds": seconds[str(number)], "peak_bytes": peaks[1 + number]}, full_kernel=name, repeats=repeats,
-        )  # fmt: skip
+        for clock in clocks:
+            sides = {"seconds": seconds["full"]}, {"seconds": seconds[f"{number} {clock}"]}
+            if clock != "kernels":
+                sides = sides[0] | {"peak_bytes": full_peak}, sides[1] | {"peak_bytes": peaks[number]}
+            yield from case.compare(clock, *sides, full_kernel=name, repeats=repeats)
 
 
 def measure_peaks(layer: Layer, length: int, groupings: list[Groups], full: str, backward: bool) -> list[int | None]:
-    """Return peak CUDA bytes of full attention by its kernel `full`, then of each grouping; None where unknown."""
-    if length < MEMORY_FROM:
-        return [None] * (1 + len(groupings))
+    """Return peak CUDA bytes of full attention by its kernel `full`, then of each grouping; None on a CPU."""
 
     def prepare(case: Groups | str) -> Work:
         tensors = layer_tensors(layer, length, backward)
@@ -174,9 +158,7 @@ def measure_peaks(layer: Layer, length: int, groupings: list[Groups], full: str,
         focus = BenchmarkCase.build(layer, case, tensors)
         return partial(focus.run_step if backward else focus.run, tensors)
 
-    cases: list[Groups | str] = [full, *groupings]
-    with torch.set_grad_enabled(backward):
-        return [measure_peak(partial(prepare, case), layer.device) for case in cases]
+    return [measure_peak(partial(prepare, case), layer.device) for case in (full, *groupings)]
 
 
 def layer_tensors(layer: Layer, length: int, backward: bool = False) -> Tensors:
@@ -229,17 +211,18 @@ def time_decode(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[
     """Time the clock "decode": attention of one token after `length` others, with a KV cache."""
     tensors = layer_tensors(layer, length)
     new = Tensors.random(layer.shape, STEPS, layer.dtype, layer.device, seed=1)
-    full = {"DynamicLayer, sdpa": dynamic_steps(tensors, new), "StaticLayer, sdpa": static_steps(tensors, new)}
     cases = [Decoding(layer, groups, tensors, new) for groups in groupings]
-    works: dict[str, Work] = {**full, **{str(number): case.run for number, case in enumerate(cases)}}
+    works: dict[str, Work] = {"full": full_steps(tensors, new)}
+    works |= {str(number): case.run for number, case in enumerate(cases)}
     seconds = time_in_turns(works, layer.repeats, layer.device)
-    name = min(full, key=lambda name: seconds[name])
     token_bytes = 2 * layer.shape.kv_heads * layer.shape.head_dim * tensors.k.element_size()
     for number, case in enumerate(cases):
-        settings = {"clock": "decode", "full_kernel": name, "path": "cached", "repeats": layer.repeats}
+        settings = {
+            "clock": "decode", "full_kernel": "StaticLayer, sdpa", "path": "cached", "repeats": layer.repeats,
+        }  # fmt: skip
         yield from compare_times(
             "focus",
-            {"seconds": seconds[name] / STEPS, "peak_bytes": length * token_bytes},
+            {"seconds": seconds["full"] / STEPS, "peak_bytes": length * token_bytes},
             {"seconds": seconds[str(number)] / STEPS, "peak_bytes": case.cache_bytes},
             layer.describe(length, case.groups) | settings,
             density=mean(case.reads) / (length + 1),
@@ -285,32 +268,19 @@ def slice_selection(selection: Selection, rows: slice) -> Selection:
     return replace(selection, **tensors)
 
 
-def dynamic_steps(tensors: Tensors, new: Tensors) -> Work:
-    from transformers.cache_utils import DynamicLayer  # tests/gpu_clock.py runs without transformers
-
-    cache = DynamicLayer()
-    cache.update(tensors.k, tensors.v)
-    return partial(run_full_steps, lambda k, v: cache.update(k, v), new)
-
-
-def static_steps(tensors: Tensors, new: Tensors) -> Work:
-    """Return decoding with a cache of fixed size, written in place."""
-    from transformers.cache_utils import StaticLayer
+def full_steps(tensors: Tensors, new: Tensors) -> Work:
+    """Return decoding by full attention with a cache of fixed size, written in place."""
+    from transformers.cache_utils import StaticLayer  # tests/gpu_clock.py runs without transformers
 
     cache = StaticLayer(max_cache_len=tensors.length + STATIC_ROOM)
     cache.update(tensors.k, tensors.v)
-    places = count(tensors.length)
+    places = count(tensors.length + 1)
 
-    def update(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = cache.update(k, v)
-        length = next(places) + 1
-        return keys[:, :, :length], values[:, :, :length]
+    def run() -> None:
+        for step in range(STEPS):
+            q, k, v = (x[:, :, step : step + 1] for x in (new.q, new.k, new.v))
+            length = next(places)
+            keys, values = (x[:, :, :length] for x in cache.update(k, v))
+            F.scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != k.shape[1])
 
-    return partial(run_full_steps, update, new)
-
-
-def run_full_steps(update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], new: Tensors) -> None:
-    for step in range(STEPS):
-        row = slice(step, step + 1)
-        keys, values = update(new.k[:, :, row], new.v[:, :, row])
-        F.scaled_dot_product_attention(new.q[:, :, row], keys, values, enable_gqa=new.q.shape[1] != keys.shape[1])
+    return run

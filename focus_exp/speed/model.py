@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -20,14 +17,13 @@ from focus_exp.attention.selection import PairCounts, Selection, Sequence
 from focus_exp.models.hf_cache import count_keys_and_bytes
 from focus_exp.models.methods import (
     attached_methods,
-    attention_modules,
     disable_method,
     find_routers,
     observe_selections,
     swap_methods,
 )
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.timing import Work, compare_times, measure_peak, synchronize, time_in_turns, time_once
+from focus_exp.speed.timing import Work, compare_times, measure_peak, time_in_turns
 from focus_exp.speed.workload import Shape
 from focus_exp.training.precision import Precision
 
@@ -76,21 +72,19 @@ def time_prefill(
     """Time the clock "prefill": logits of the token after `tokens` (1, T), in turn with full attention."""
     run = partial(prefill, model, tokens, precision)
     full = full_attention_works(model, run, tokens.shape[1])
-    timed = time_in_turns({**full, "ours": run}, repeats, precision.device)
-    kernel = min(full, key=lambda name: timed[name])
-    works: dict[str, Work] = {"full": full[kernel], "ours": run}
-    seconds = {"full": timed[kernel], "ours": timed["ours"]}
-    sides = {}
-    for name, work in works.items():
-        peak = measure_peak(partial(works.__getitem__, name), precision.device)
-        with time_attention_layers(model) as attention:
-            total = time_once(work, precision.device)
-        fraction = attention[0] / total
-        sides[name] = {"seconds": seconds[name], "attention_seconds": fraction * seconds[name], "peak_bytes": peak}
-    facts, density = describe_pass(model, tokens, precision)
-    settings = {"clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings, **facts}
-    settings["full_kernel"] = kernel
-    return compare_times(variant, sides["full"], sides["ours"], settings, density)
+    seconds = time_in_turns({**full, "ours": run}, repeats, precision.device)
+    kernel = min(full, key=lambda name: seconds[name])
+    works = {kernel: full[kernel], "ours": run}
+    theirs, ours = (
+        {"seconds": seconds[name], "peak_bytes": measure_peak(partial(works.__getitem__, name), precision.device)}
+        for name in works
+    )
+    path, density = describe_pass(model, tokens, precision)
+    settings = {
+        "clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings,
+        **describe_model(model, precision), "full_kernel": kernel, "path": path,
+    }  # fmt: skip
+    return compare_times(variant, theirs, ours, settings, density)
 
 
 def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
@@ -139,8 +133,8 @@ class Decoder:
         return sum(keys for keys, _ in layers), sum(size for _, size in layers)
 
 
-def describe_pass(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> tuple[dict[str, Any], float]:
-    """Return the shapes and kernels of a pass over these tokens, and its density."""
+def describe_pass(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> tuple[str, float]:
+    """Return the kernels of a pass over these tokens, and its density."""
     counts: list[PairCounts] = []
 
     def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
@@ -148,12 +142,8 @@ def describe_pass(model: PreTrainedModel, tokens: Tensor, precision: Precision) 
 
     with observe_selections(model, observe):
         prefill(model, tokens, precision)
-    facts = {
-        **describe_model(model, precision),
-        "full_kernel": attention_name(model),
-        "path": ", ".join(sorted({m.path or "" for m in attached_methods(model).values()})),
-    }
-    return facts, mean(pairs.density for pairs in counts)
+    path = ", ".join(sorted({m.path or "" for m in attached_methods(model).values()}))
+    return path, mean(pairs.density for pairs in counts)
 
 
 def describe_router(model: PreTrainedModel) -> dict[str, Any]:
@@ -184,33 +174,3 @@ def model_shape(model: PreTrainedModel) -> Shape:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Shape(config.hidden_size, heads, getattr(config, "num_key_value_heads", None) or heads, head_dim)
-
-
-@contextmanager
-def time_attention_layers(model: PreTrainedModel) -> Iterator[list[float]]:
-    """Yield a list whose only item is the seconds spent in attention layers, without their projections."""
-    seconds, handles = [0.0], []
-    starts: dict[nn.Module, float] = {}
-
-    def enter(module: nn.Module, *_: Any) -> None:
-        synchronize(model.device)
-        starts[module] = time.perf_counter()
-
-    def leave(sign: int) -> Any:
-        def hook(module: nn.Module, *_: Any) -> None:
-            synchronize(model.device)
-            seconds[0] += sign * (time.perf_counter() - starts.pop(module))
-
-        return hook
-
-    for layer in attention_modules(model).values():
-        signs = {layer: 1, **{m: -1 for m in layer.children() if not isinstance(m, AttentionMethod)}}
-        for module, sign in signs.items():
-            # before the hook that routes
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave(sign)))
-    try:
-        yield seconds
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -61,30 +61,27 @@ def compare_times(
     """Return the measurements of a variant that was timed in turn with full attention.
 
     Args:
-        full, ours: `seconds` (median), and where known `attention_seconds` (the part spent in routing and attention),
-            `peak_bytes`. Empty where the clock failed.
+        full, ours: `seconds` (median) and, where known, `peak_bytes`. Empty where the clock failed.
         settings: clock, seq_len, repeats, what tells the case apart, and error.
         density: of the causal QK pairs.
     """
-    common: dict[str, Any] = {"variant": variant, "density": density, "settings": settings}
-    measured = []
-    for metric, key in (("speedup", "seconds"), ("attention_speedup", "attention_seconds")):
-        time, full_time = ours.get(key), full.get(key)
-        value = full_time / time if time and full_time else None
-        if value is not None or metric == "speedup":
-            n = settings.get("repeats") if metric == "speedup" else None
-            measured.append(Measurement(metric=metric, value=value, unit="x", reference="full", n=n, **common))
-    for name, side, reference in (("full", full, variant), (variant, ours, "full")):
-        kept = common | {"variant": name, "density": 1.0 if name == "full" else density}
+    time, full_time = ours.get("seconds"), full.get("seconds")
+    value = full_time / time if time and full_time else None
+    common: dict[str, Any] = {"settings": settings}
+    measured = [
+        Measurement(
+            variant=variant, metric="speedup", value=value, unit="x", reference="full", n=settings.get("repeats"),
+            density=density, **common,
+        )
+    ]  # fmt: skip
+    for name, side, reference, kept in (("full", full, variant, 1.0), (variant, ours, "full", density)):
+        common |= {"variant": name, "reference": reference, "density": kept}
         for metric, key, factor, unit in (
             ("latency_ms", "seconds", 1e3, "ms"),
-            ("attention_latency_ms", "attention_seconds", 1e3, "ms"),
             ("peak_memory_bytes", "peak_bytes", 1, "bytes"),
         ):
             if (number := side.get(key)) is not None:
-                measured.append(
-                    Measurement(metric=metric, value=factor * number, unit=unit, reference=reference, **kept)
-                )
+                measured.append(Measurement(metric=metric, value=factor * number, unit=unit, **common))
     return measured
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.nn.attention as torch_attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,14 +17,10 @@ from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import repeat_kv
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import cpu_sparse
-from focus_exp.attention.kernels.gpu_sparse import import_error
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, count_unpadded_pairs, select
-from focus_exp.speed.timing import Work, time_in_turns, time_once
+from focus_exp.speed.timing import Work, time_once
 
-FUSED = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 SLOWEST = "sdpa-math"
-PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}  # that torch's flash operation can run
-LONG = 2.0  # seconds: a longer first call is not dominated by loading the kernel
 Method = TypeVar("Method", bound=AttentionMethod)
 
 
@@ -132,27 +127,21 @@ def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
         RuntimeError: there is none for these tensors.
     """
     works = full_attention_kernels(tensors)
-    if len(works) == 1:
-        return next(iter(works.items()))
-    for is_last in (False, True):
-        candidates = {name: work for name, work in works.items() if (name == SLOWEST) == is_last}
+    slowest = {name: works.pop(name) for name in [SLOWEST] if name in works}
+    for candidates in (works, slowest):
         if seconds := time_supported(candidates, tensors, device):
             best = min(seconds, key=lambda name: seconds[name])
-            return best, works[best]
+            return best, candidates[best]
     raise RuntimeError(f"no full attention for {tensors.q.dtype} on {device}")
 
 
 def time_supported(works: dict[str, Work], tensors: Tensors, device: torch.device) -> dict[str, float]:
-    """Return the seconds of the kernels that support these tensors; a long first call is not repeated."""
+    """Return the seconds of the second call of the kernels that support these tensors; the first one loads them."""
     seconds = {}
     for name, work in works.items():
         timed = partial(run_full_step, work, tensors) if tensors.q.requires_grad else work
-        try:
-            with torch.set_grad_enabled(tensors.q.requires_grad):
-                first = time_once(timed, device)
-                seconds[name] = first if first > LONG else time_in_turns({name: timed}, 2, device)[name]
-        except RuntimeError:
-            continue
+        with suppress(RuntimeError), torch.set_grad_enabled(tensors.q.requires_grad):
+            seconds[name] = min(time_once(timed, device) for _ in range(2))
     return seconds
 
 
@@ -171,39 +160,21 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
     def sdpa() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-    def fused(backend: SDPBackend, impl: str | None = None) -> Work:
-        def work() -> Tensor:
-            activate(impl)
-            with sdpa_kernel(backend):
-                return sdpa()
-
-        return work
+    def fused(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return sdpa()
 
     def efficient() -> Tensor:  # which has no grouped heads
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), is_causal=True)
 
-    if not q.is_cuda:
-        args = AttentionArgs(q.shape[-1] ** -0.5)
-        own = {"cpu": partial(cpu_sparse.full_attention, q, k, v, args)} if cpu_sparse.serves_full(q, v) else {}
-        return {"sdpa": sdpa, **own}
-    works = {name: fused(backend) for name, backend in FUSED.items()}
-    works |= {
-        f"sdpa-{impl}": fused(FUSED["sdpa-flash"], impl)
-        for impl, package in PACKAGES.items()
-        if not import_error(package)
-    }
-    works |= {"sdpa-efficient": efficient, SLOWEST: fused(SDPBackend.MATH)}
-    if not import_error("flash_attn.flash_attn_interface"):
-        package = importlib.import_module("flash_attn.flash_attn_interface")
-        works["flash-attn"] = lambda: package.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
-    return works
-
-
-def activate(impl: str | None) -> None:
-    """Set what torch's flash operation runs in this process."""
-    current = getattr(torch_attention, "current_flash_attention_impl", lambda: None)()
-    if impl is not None and current != impl:
-        torch_attention.activate_flash_attention_impl(impl)
-    elif impl is None and current is not None:
-        torch_attention.restore_flash_attention_impl()
+    if q.is_cuda:
+        return {
+            "sdpa-flash": partial(fused, SDPBackend.FLASH_ATTENTION),
+            "sdpa-cudnn": partial(fused, SDPBackend.CUDNN_ATTENTION),
+            "sdpa-efficient": efficient,
+            SLOWEST: partial(fused, SDPBackend.MATH),
+        }
+    args = AttentionArgs(q.shape[-1] ** -0.5)
+    own = {"cpu": partial(cpu_sparse.full_attention, q, k, v, args)} if cpu_sparse.serves_full(q, v) else {}
+    return {"sdpa": sdpa, **own}
