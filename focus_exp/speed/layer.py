@@ -141,10 +141,11 @@ def time_attention(layer: Layer, length: int, groupings: list[Groups], backward:
         full_peak, *peaks = measure_peaks(layer, length, groupings, name, backward)
     for number, case in enumerate(cases):
         for clock in clocks:
-            sides = {"seconds": seconds["full"]}, {"seconds": seconds[f"{number} {clock}"]}
-            if clock != "kernels":
-                sides = sides[0] | {"peak_bytes": full_peak}, sides[1] | {"peak_bytes": peaks[number]}
-            yield from case.compare(clock, *sides, full_kernel=name, repeats=repeats)
+            theirs, ours = (full_peak, peaks[number]) if clock != "kernels" else (None, None)
+            yield from case.compare(
+                clock, {"seconds": seconds["full"], "peak_bytes": theirs},
+                {"seconds": seconds[f"{number} {clock}"], "peak_bytes": ours}, full_kernel=name, repeats=repeats,
+            )  # fmt: skip
 
 
 def measure_peaks(layer: Layer, length: int, groupings: list[Groups], full: str, backward: bool) -> list[int | None]:
@@ -158,7 +159,8 @@ def measure_peaks(layer: Layer, length: int, groupings: list[Groups], full: str,
         focus = BenchmarkCase.build(layer, case, tensors)
         return partial(focus.run_step if backward else focus.run, tensors)
 
-    return [measure_peak(partial(prepare, case), layer.device) for case in (full, *groupings)]
+    cases: list[Groups | str] = [full, *groupings]
+    return [measure_peak(partial(prepare, case), layer.device) for case in cases]
 
 
 def layer_tensors(layer: Layer, length: int, backward: bool = False) -> Tensors:

@@ -74,10 +74,9 @@ def time_prefill(
     full = full_attention_works(model, run, tokens.shape[1])
     seconds = time_in_turns({**full, "ours": run}, repeats, precision.device)
     kernel = min(full, key=lambda name: seconds[name])
-    works = {kernel: full[kernel], "ours": run}
+    peaks = [measure_peak(lambda work=work: work, precision.device) for work in (full[kernel], run)]
     theirs, ours = (
-        {"seconds": seconds[name], "peak_bytes": measure_peak(partial(works.__getitem__, name), precision.device)}
-        for name in works
+        {"seconds": seconds[name], "peak_bytes": peak} for name, peak in zip((kernel, "ours"), peaks, strict=True)
     )
     path, density = describe_pass(model, tokens, precision)
     settings = {
