@@ -19,7 +19,7 @@ from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.training import precision as precisions
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
-from focus_exp.training.phases import train_phase, unreached_learning_rates
+from focus_exp.training.phases import train_phase
 from focus_exp.training.precision import choose_precision
 
 T = 32
@@ -183,15 +183,6 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth(warmup, steps):
     np.testing.assert_allclose(np.diff([0.0, *scales[: warmup + 1]]), 1 / (warmup + 1))
     assert (scales[warmup] + scales[-1]) / 2 == pytest.approx(scales[warmup + steps // 2]) or steps % 2
     assert learning_rate_scale(phase.steps + 99, phase) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("steps", "warmup", "count"), [(0, 5, 0), (10, 9, 0), (10, 20, 1)])
-def test_phase_shorter_than_its_warmup_warns(steps, warmup, count):
-    phase = schema.PhaseConfig(trainable="all", steps=steps, learning_rate=1.0, warmup_steps=warmup)
-    config = schema.Config(recipe=schema.RecipeConfig(name="recipe", phases={"everything": phase}))
-    warnings = list(unreached_learning_rates(config))
-    assert len(warnings) == count
-    assert all("recipe.phases.everything.warmup_steps=20" in text and "0.476" in text for text in warnings)
 
 
 def test_metrics_hold_the_learning_rate_of_their_step(tiny_model, tmp_path):

@@ -49,7 +49,7 @@ from focus_exp.training.distributed import (
 )
 from focus_exp.training.fits import fit_attached
 from focus_exp.training.focus_dual_fit.fit import rebalance
-from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases, unreached_learning_rates
+from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases
 from focus_exp.training.precision import Precision, choose_device
 from focus_exp.training.warm_start import calibrate, temporary_calibration, warm_start
 
@@ -83,8 +83,6 @@ def train(config: Config) -> None:
             setup = prepare(run)
         model, evaluators = setup.model, setup.evaluators
         sequences = training_sequences(tuned, setup)
-        for warning in unreached_learning_rates(tuned):
-            run.warn(warning)
         has_lora = tuned.recipe.trains("lora")  # which cannot be switched off
         if has_lora:
             run_on_rank_zero(model, evaluators.measure_base)

@@ -48,17 +48,12 @@ ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR":
 _control: dist.ProcessGroup | None = None
 
 
-class LostProcess(UserError):
-    """Another process of the run ended early."""
-
-
 @contextmanager
 def process_group(settings: TrainerConfig, device: str) -> Iterator[None]:
     """Form a process group of trainer.devices x trainer.num_nodes processes.
 
     Raises:
-        UserError: if another number of processes was started.
-        LostProcess: if one of them ends early.
+        UserError: if another number of processes was started, or one of them ends early.
     """
     count, environment = settings.devices * settings.num_nodes, dict(os.environ)
     adopt_srun_environment()
@@ -84,7 +79,7 @@ def process_group(settings: TrainerConfig, device: str) -> Iterator[None]:
     except RuntimeError as error:
         if count == 1 or not any(sign in str(error) for sign in PEER_LOST):
             raise
-        raise LostProcess(f"one of {count} processes has ended ({first_line(error)}). Run again to resume.") from error
+        raise UserError(f"one of {count} processes has ended ({first_line(error)}). Run again to resume.") from error
     finally:
         if alone and dist.is_initialized():
             dist.destroy_process_group()
@@ -202,7 +197,7 @@ def run_on_rank_zero(model: PreTrainedModel, work: Callable[[], object]) -> None
             with torch.no_grad():
                 model(input_ids=tokens, use_cache=False)
         if signal == FAILED:
-            raise LostProcess(f"process {rank()} of {world_size()} ends: process 0 has failed")
+            raise UserError(f"process {rank()} of {world_size()} ends: process 0 has failed")
 
 
 def run_with_shards(model: PreTrainedModel, work: Callable[[], object]) -> None:

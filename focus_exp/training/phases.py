@@ -43,7 +43,7 @@ from focus_exp.training.distributed import (
     rank,
     world_size,
 )
-from focus_exp.training.module import LanguageModelTask, learning_rate_scale
+from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
 
 CHECKPOINTS = "checkpoints"
@@ -75,17 +75,6 @@ def train_phases(
         if index + 1 < len(phases):
             between(name)
     return steps
-
-
-def unreached_learning_rates(config: Config) -> Iterator[str]:
-    """Yield a warning for each phase that ends before its warm-up does."""
-    for name, phase in config.phases:
-        if 0 < phase.steps <= phase.warmup_steps:
-            highest = phase.learning_rate * learning_rate_scale(phase.steps - 1, phase)
-            yield (
-                f"recipe.phases.{name}.warmup_steps={phase.warmup_steps} is not below its {phase.steps} steps: the "
-                f"learning rate ends at {highest:.3g}, below its peak of {phase.learning_rate:g}"
-            )
 
 
 def tokens_per_step(config: Config) -> int:

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.router import balance_potential
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
 from focus_exp.models.methods import find_routers, observe_selections, set_routing, swap_methods, use_causal_assignment
 from focus_exp.progress import ProgressBar
+from focus_exp.training.focus_dual_fit.encoders import balancing_bias
 from focus_exp.training.precision import Precision
 
 BATCH = 2
@@ -78,7 +78,6 @@ def run_forward(model: PreTrainedModel, sequences: list[Tensor], precision: Prec
 def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torch.Generator) -> None:
     """Maximize the fraction of distant attention inside groups, sum_ij mass_ij g_i . g_j / sum_ij mass_ij."""
     parameters = list(method.router.parameters())
-    required = [p.requires_grad for p in parameters]
     optimizer = torch.optim.Adam([p.requires_grad_(True) for p in parameters], lr=LEARNING_RATE)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     method.train()
@@ -93,9 +92,7 @@ def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torc
         optimizer.step()
         scheduler.step()
     method.eval()
-    for parameter, value in zip(parameters, required, strict=True):
-        parameter.requires_grad_(value)
-        parameter.grad = None
+    optimizer.zero_grad()
 
 
 @torch.no_grad()
@@ -120,10 +117,7 @@ def calibrate(model: PreTrainedModel, sequences: list[Tensor], precision: Precis
         run_forward(model, sequences, precision, "calibrating balance")
     for index, method in methods.items():
         logits = torch.cat(log_assignments[index])
-        change = torch.zeros_like(method.router.potential)
-        for sharpness in SHARPNESS:
-            change = balance_potential(logits, change, 20, sharpness=sharpness)
-        method.router.potential += change
+        method.router.potential += balancing_bias(logits[None], 20, SHARPNESS)[0]
 
 
 @contextmanager
