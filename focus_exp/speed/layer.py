@@ -234,17 +234,14 @@ def time_decode(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[
 class Decoding:
     """A Focus layer with a cache that gets STEPS tokens one after the other."""
 
-    def __init__(
-        self, layer: Layer, groups: Groups, tensors: Tensors, new: Tensors, selection: Selection | None = None
-    ) -> None:
-        """Fill the cache; `selection` of all tokens replaces that of `groups`."""
+    def __init__(self, layer: Layer, groups: Groups, tensors: Tensors, new: Tensors) -> None:
         self.layer, self.groups, self.new = layer, groups, new
         self.method = make_layer(layer.shape, groups, layer.window, layer.sinks, "masked", layer.device)
-        self.selection = selection or groups.select(tensors.length + STEPS, layer.device)
+        selection = groups.select(tensors.length + STEPS, layer.device)
         places = range(tensors.length, tensors.length + STEPS)
-        self.step_selections = [slice_selection(self.selection, slice(place, place + 1)) for place in places]
+        self.step_selections = [slice_selection(selection, slice(place, place + 1)) for place in places]
         self.cache = GroupedCache(layer.window, layer.sinks)
-        before = slice_selection(self.selection, slice(0, tensors.length))
+        before = slice_selection(selection, slice(0, tensors.length))
         self.cache.append(tensors.k, tensors.v, before, Sequence.plain(1, tensors.length, layer.device))
         self.cache_bytes = self.cache.bytes
         self.reads: list[int] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -36,8 +38,8 @@ def prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> Non
         model(input_ids=tokens, use_cache=False, logits_to_keep=1)
 
 
-def run_disabled(model: PreTrainedModel, work: Work) -> None:
-    with disable_method(model):
+def run_in(context: Callable[[], AbstractContextManager[object]], work: Work) -> None:
+    with context():
         work()
 
 
@@ -51,18 +53,14 @@ class FullAttention(AttentionMethod):
         return True
 
 
-def run_full(model: PreTrainedModel, work: Work) -> None:
-    methods = attached_methods(model)
-    full: dict[int, AttentionMethod] = {index: FullAttention.create(method.shape) for index, method in methods.items()}
-    with swap_methods(model, full):
-        work()
-
-
 def full_attention_works(model: PreTrainedModel, work: Work, length: int) -> dict[str, Work]:
     """Return `work` under full attention, by the kernels that may be the fastest for so many tokens."""
-    works: dict[str, Work] = {attention_name(model): partial(run_disabled, model, work)}
+    works: dict[str, Work] = {attention_name(model): partial(run_in, partial(disable_method, model), work)}
     if model.device.type == "cpu" and length >= FULL_FROM and unavailable_reason() is None:
-        works["cpu"] = partial(run_full, model, work)
+        full: dict[int, AttentionMethod] = {
+            i: FullAttention.create(m.shape) for i, m in attached_methods(model).items()
+        }
+        works["cpu"] = partial(run_in, partial(swap_methods, model, full), work)
     return works
 
 
@@ -91,7 +89,7 @@ def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precisi
     focus = Decoder(model, tokens, precision)
     with disable_method(model):
         full = Decoder(model, tokens, precision)
-    works: dict[str, Work] = {"full": partial(run_disabled, model, full.run), "focus": focus.run}
+    works: dict[str, Work] = {"full": partial(run_in, partial(disable_method, model), full.run), "focus": focus.run}
     seconds = time_in_turns(works, repeats, precision.device)
     settings = {
         "clock": "decode model", "seq_len": tokens.shape[1], "repeats": repeats, "path": "cached",
