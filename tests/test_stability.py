@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_lightning.loggers import CSVLogger
 from running import only_run, outcome, record_of, router_steps, run, tiny
-from test_training import ALL, FLOAT32, ROUTER, T, blocks_of, focus, routers, train
+from test_training import ALL, FLOAT32, ROUTER, T, blocks_of, focus, train
 
 from focus_exp import config as schema
 from focus_exp.attention.router import balance_loss, entropy_loss, follow_means, kmeans
@@ -340,8 +340,3 @@ def test_comparison_has_rows_for_every_variant_and_phase(tmp_path):
     losses = select(rows, {"source": "phases", "metric": "nll", "kind": "hard"})
     assert [(row.variant, row.phase) for row in losses] == [(row.variant, row.phase) for row in probes]
     assert "## Routing" in (path / "table.md").read_text()
-
-
-def test_router_buffer_centroids_are_not_counted(tiny_model):
-    counts = [routers(attached(tiny_model("llama"), {"centroid_update": u})).numel() for u in ("gradient", "ema")]
-    assert counts[0] - counts[1] == 2 * K * 16

@@ -6,9 +6,7 @@ from builders import copy_state, random_sequences
 from torch import Tensor
 
 from focus_exp import attach, set_routing
-from focus_exp.config import PhaseConfig
 from focus_exp.models.methods import attached_methods, attention_modules, observe_selections, swap_methods
-from focus_exp.training.phases import set_training_mode
 from focus_exp.training.precision import choose_precision
 from focus_exp.training.warm_start import AttentionProbe, calibrate, warm_start
 
@@ -134,16 +132,3 @@ def test_calibration_leaves_other_assignments_unchanged(tiny_model, assignment):
         {"potential"} if assignment == "sinkhorn" else set()
     )
     assert torch.equal(model(tokens).logits, logits)
-
-
-def test_potential_follows_batches_in_training_only(tiny_model):
-    model, tokens = focus(tiny_model("llama")), torch.stack(random_sequences(2))
-    before = copy_state(model)
-    model(tokens)
-    set_training_mode(model, PhaseConfig(trainable="router"))
-    with torch.no_grad():
-        model(tokens)
-    assert not changed(model, before)
-    model(tokens)
-    assert {name.rsplit(".", 1)[1] for name in changed(model, before)} == {"potential"}
-    assert len(changed(model, before)) == 2
