@@ -127,16 +127,16 @@ def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
         RuntimeError: there is none for these tensors.
     """
     works = full_attention_kernels(tensors)
-    slowest = {name: works.pop(name) for name in [SLOWEST] if name in works}
-    for candidates in (works, slowest):
+    for is_last in (False, True):
+        candidates = {name: work for name, work in works.items() if (name == SLOWEST) == is_last}
         if seconds := time_supported(candidates, tensors, device):
             best = min(seconds, key=lambda name: seconds[name])
-            return best, candidates[best]
+            return best, works[best]
     raise RuntimeError(f"no full attention for {tensors.q.dtype} on {device}")
 
 
 def time_supported(works: dict[str, Work], tensors: Tensors, device: torch.device) -> dict[str, float]:
-    """Return the seconds of the second call of the kernels that support these tensors; the first one loads them."""
+    """Return the least seconds of two calls of each kernel that supports these tensors; the first call loads it."""
     seconds = {}
     for name, work in works.items():
         timed = partial(run_full_step, work, tensors) if tensors.q.requires_grad else work

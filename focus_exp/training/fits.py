@@ -64,15 +64,15 @@ def fit_attached(
         return [], 0.0
     kind = type(next(iter(methods.values())))
     calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
-    # in the cache's key: with the sequences that choose a budget, as earlier versions wrote it
-    hashed, name = (sequences, []) if isinstance(options, DualConfig) else (calibration, [kind.name])
+    # keys of the cache: earlier versions hashed the sequences that choose a budget too
+    hashed, names = (sequences, []) if isinstance(options, DualConfig) else (calibration, [kind.name])
     importance = getattr(options, "fit_to", "attention" if issubclass(kind, BlockGate) else "loss")
 
     def fit(method: Any, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
         measured = fit_one_layer(method, observations, options, generator)
         return method.state_dict() | measured
 
-    with open_fit(cache, model, hashed, precision, name, get_fit_key(options), sorted(methods), seed) as folder:
+    with open_fit(cache, model, hashed, precision, names, get_fit_key(options), sorted(methods), seed) as folder:
         states, seconds = fit_layers(model, methods, calibration, precision, folder, seed, fit, importance)
         if isinstance(options, DualConfig):
             load_layers(methods, states, options.counts)
