@@ -24,7 +24,7 @@ from focus_exp.jobs.compose import base_overrides, compose_base, needs_base
 from focus_exp.jobs.resume import finished_record
 from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import read_adapter
-from focus_exp.models.load import hash_tokenizer, load_model
+from focus_exp.models.load import hash_tokenizer_files, load_model
 from focus_exp.results.run_dir import run_folder
 from focus_exp.speed.model import model_shape
 from focus_exp.storage import file_lock
@@ -56,7 +56,7 @@ def prepare(run: Run) -> Setup:
     )  # fmt: skip
     model, tokenizer = loaded.model, loaded.tokenizer
     parameters = sum(p.numel() for p in model.parameters())
-    tokenizer_hash = hash_tokenizer(config.model.path) if config.model.path else None
+    tokenizer_hash = hash_tokenizer_files(config.model.path) if config.model.path else None
     run.describe(
         "model", loaded.provenance, f"{parameters:,} parameters", parameters=parameters, tokenizer=tokenizer_hash
     )

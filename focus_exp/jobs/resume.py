@@ -9,7 +9,7 @@ from typing import Any
 from focus_exp.config import Config
 from focus_exp.data.texts import find_texts, hash_texts
 from focus_exp.errors import UserError
-from focus_exp.models.load import hash_tokenizer, hash_weights
+from focus_exp.models.load import hash_tokenizer_files, hash_weights
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import earlier_record, lock_of, run_folder
@@ -53,7 +53,7 @@ def check_inputs(config: Config, record: Record) -> None:
     inputs: list[tuple[str, str | None, str | None, Callable[[str], str | None]]] = [
         ("data.files", texts, record.data.get("revision"), lambda place: hash_texts(find_texts(place))),
         ("model.path", config.model.path, record.model.get("revision"), hash_weights),
-        ("the tokenizer of model.path", config.model.path, record.model.get("tokenizer"), hash_tokenizer),
+        ("the tokenizer of model.path", config.model.path, record.model.get("tokenizer"), hash_tokenizer_files),
     ]
     for key, place, then, digest in inputs:
         if place is None or then is None:

@@ -291,7 +291,7 @@ def hash_weights(path: str) -> str:
     return hash_files(find_local_model(path).hashed_files)
 
 
-def hash_tokenizer(path: str) -> str | None:
+def hash_tokenizer_files(path: str) -> str | None:
     """Hash the tokenizer files of a local model; None for a GGUF, whose weights file has them."""
     local = find_local_model(path)
     files = [local.folder / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS)]
