@@ -72,16 +72,16 @@ def time_prefill(
     full = full_attention_works(model, run, tokens.shape[1])
     seconds = time_in_turns({**full, "ours": run}, repeats, precision.device)
     kernel = min(full, key=lambda name: seconds[name])
-    peaks = [measure_peak(lambda work=work: work, precision.device) for work in (full[kernel], run)]
-    theirs, ours = (
-        {"seconds": seconds[name], "peak_bytes": peak} for name, peak in zip((kernel, "ours"), peaks, strict=True)
-    )
+
+    def measure(name: str, work: Work) -> dict[str, float | None]:
+        return {"seconds": seconds[name], "peak_bytes": measure_peak(lambda: work, precision.device)}
+
     path, density = describe_pass(model, tokens, precision)
     settings = {
         "clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings,
         **describe_model(model, precision), "full_kernel": kernel, "path": path,
     }  # fmt: skip
-    return compare_times(variant, theirs, ours, settings, density)
+    return compare_times(variant, measure(kernel, full[kernel]), measure("ours", run), settings, density)
 
 
 def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
