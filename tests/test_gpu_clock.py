@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_clock
 import pytest
 
 BLOCKED = ("hydra", "omegaconf", "transformers", "pytorch_lightning", "datasets", "pytest", "hypothesis", "tqdm")
@@ -53,14 +52,3 @@ def test_numbers_of_readme_and_docs_are_in_the_records():
             assert number == f"{ratios[key]:.1f}", key
             found += 1
     assert found >= 30
-
-
-def test_a_record_that_was_made_outside_of_git_has_its_table():
-    checks = {"right": 1, "wrong": {}}
-    facts = {"commit": None, "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "checks": checks}
-    row = {"layer": "tiny", "tokens": 48, "K": 2, "k": 1, "kernel": "triton", "full [s]": 0.25, "ratio": 0.5}
-    lines = gpu_clock.table([facts | {"rows": [row]}]).splitlines()
-    assert any("commit unknown: 1 of 1 cases" in line for line in lines)
-    assert lines[-1].startswith("| tiny | 48 | published form | 2 | 1 | triton | - | 250 | ") and lines[-1].endswith(
-        " unknown |"
-    )

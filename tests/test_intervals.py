@@ -1,8 +1,7 @@
 """Student's t on independent units, seeds as a second level; per-unit losses; how often intervals hold the truth."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,12 +18,7 @@ RUNS = 1500
 SEEDS = st.integers(0, 10_000)
 # three standard errors of a share of RUNS
 NOISE = 3 * math.sqrt(0.05 * 0.95 / RUNS)
-
-
-WORKS = (28, 40, 22, 26, 20, 14)  # windows of six documents of different lengths
-SHARED = 0.3
-
-Draw = Callable[[np.random.Generator, int], np.ndarray]
+DOCUMENTS = (28, 40, 22, 26, 20, 14)  # sequences of documents of different lengths
 
 
 def normal(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -35,54 +29,36 @@ def skewed(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.gamma(2.0, 1.0, count) - 2.0
 
 
-@dataclass(frozen=True)
-class Case:
-    """windows: of each document; seeds: 0, or how many, whose means vary by `seed_deviation` errors of the text."""
+def coverage(draw: Callable, sequences: tuple[int, ...], shared: float = 0, seeds: int = 1, deviation: float = 0):
+    """Return the fraction of intervals that contain 0, the truth.
 
-    name: str
-    draw: Draw
-    windows: tuple[int, ...]
-    shared: float = 0.0
-    seeds: int = 0
-    seed_deviation: float = 0.0
-
-    def sample(self, rng: np.random.Generator) -> tuple[np.ndarray, list[int]]:
-        """Draw differences [seeds, windows] of truth 0, and each window's document."""
-        documents = np.repeat(np.arange(len(self.windows)), self.windows)
-        own, common = self.draw(rng, len(documents)), self.draw(rng, len(self.windows))[documents]
-        text = np.sqrt(1 - self.shared) * own + np.sqrt(self.shared) * common
-        moved = rng.standard_normal(max(1, self.seeds)) * self.seed_deviation * text.std() / np.sqrt(len(text))
-        return text + moved[:, None], documents.tolist()
-
-
-def cases() -> Iterator[Case]:
-    for name, draw in (("normal", normal), ("skewed", skewed)):
-        for count in (6, 20):
-            yield Case(f"{count} documents of one window, {name}", draw, (1,) * count)
-        yield Case(f"6 documents of 6 windows, clustered, {name}", draw, (6,) * 6, SHARED)
-        yield Case(f"6 documents of {min(WORKS)} to {max(WORKS)} windows, clustered, {name}", draw, WORKS, SHARED)
-    for documents, seeds in ((12, 3), (6, 2)):
-        for deviation in (0.5, 6.0):
-            name = f"{documents} documents, {seeds} seeds of SD {deviation}"
-            yield Case(name, normal, (1,) * documents, seeds=seeds, seed_deviation=deviation)
-
-
-def coverage(case: Case, runs: int) -> float:
-    """Return the fraction of `runs` intervals that contain 0, the truth."""
+    Args:
+        sequences: of each document, which share a part `shared` of their variance.
+        seeds: how many, whose means vary by `deviation` standard errors of the text.
+    """
     rng, covered = np.random.default_rng(0), 0
-    for _ in range(runs):
-        differences, documents = case.sample(rng)
-        low, high = over_seeds([estimate(x, None, documents) for x in differences]).bounds
+    documents = np.repeat(np.arange(len(sequences)), sequences)
+    for _ in range(RUNS):
+        own, common = draw(rng, len(documents)), draw(rng, len(sequences))[documents]
+        text = np.sqrt(1 - shared) * own + np.sqrt(shared) * common
+        moved = rng.standard_normal(seeds) * deviation * text.std() / np.sqrt(len(text))
+        low, high = over_seeds([estimate(text + x, None, documents.tolist()) for x in moved]).bounds
         covered += low <= 0 <= high
-    return covered / runs
+    return covered / RUNS
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_estimate_intervals_cover_the_truth(case):
+@pytest.mark.parametrize("draw", [normal, skewed])
+@pytest.mark.parametrize(("sequences", "shared"), [((1,) * 6, 0), ((1,) * 20, 0), ((6,) * 6, 0.3), (DOCUMENTS, 0.3)])
+def test_estimate_intervals_cover_the_truth(draw, sequences, shared):
     # a t of few skewed units is known to hold it less often
-    least = 0.91 if case.name.endswith("skewed") else 0.935
-    # and one that weighs the t of few seeds holds it more often
-    assert least - NOISE < coverage(case, RUNS) < (0.99 if case.seeds else 0.98)
+    assert (0.91 if draw is skewed else 0.935) - NOISE < coverage(draw, sequences, shared) < 0.98
+
+
+@pytest.mark.parametrize(("documents", "seeds"), [(12, 3), (6, 2)])
+@pytest.mark.parametrize("deviation", [0.5, 6.0])
+def test_over_seeds_intervals_cover_the_truth(documents, seeds, deviation):
+    # one that weighs the t of few seeds holds it more often
+    assert 0.935 - NOISE < coverage(normal, (1,) * documents, 0, seeds, deviation) < 0.99
 
 
 @given(count=st.integers(2, 40), seed=SEEDS)
