@@ -297,65 +297,23 @@ def cases(draw: st.DrawFn, softcap: bool = True) -> Case:
     )
 
 
+DENSITY = st.sampled_from([0.0, 0.3, 0.5, 1.0])
+KEPT = {"density": DENSITY, "window": st.integers(0, 4), "sinks": st.integers(0, 2)}
+TOKENS = KEPT | {"tokens_kept": st.sampled_from([None, 0, 1, 4, 99])}
+BLOCKS = KEPT | {"keys_per_block": st.integers(1, 5)}
 OPTIONS = {
-    "longformer": st.fixed_dictionaries(
-        {
-            "window": st.integers(0, 6),
-            "global_tokens": st.integers(0, 3),
-            "dilation": st.integers(1, 3),
-            "dilated_heads": st.integers(0, 2),
-        }
-    ),
-    "performer": st.fixed_dictionaries({"features": st.integers(1, 20), "seed": st.integers(0, 99)}),
-    "routing_transformer": st.fixed_dictionaries(
-        {
-            "groups": st.integers(1, 4),
-            "tokens_per_group": st.sampled_from([None, 1, 3, 99]),
-            "window": st.integers(0, 3),
-            "sinks": st.integers(0, 2),
-        }
-    ),
-    "sparq": st.fixed_dictionaries(
-        {
-            "components": st.integers(1, SIZE),
-            "tokens_kept": st.sampled_from([None, 3, 4, 6]),
-            "density": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-            "recent_tokens": st.integers(1, 3),
-            "reallocate": st.booleans(),
-        }
-    ),
-    "magicpig": st.fixed_dictionaries(
-        {
-            "hash_bits": st.sampled_from([1, 2, 4, 9]),  # codes of one byte and of two
-            "hash_tables": st.integers(2, 9),
-            "recent_tokens": st.integers(1, 4),
-            "sinks": st.integers(0, 2),
-            "seed": st.integers(0, 99),
-        }
-    ),
-    **dict.fromkeys(
-        ["best_tokens", "token_indexer"],
-        st.fixed_dictionaries(
-            {
-                "density": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-                "tokens_kept": st.sampled_from([None, 0, 1, 4, 99]),
-                "window": st.integers(0, 4),
-                "sinks": st.integers(0, 2),
-            }
-        ),
-    ),
-    **dict.fromkeys(
-        ["block_means", "block_gate"],
-        st.fixed_dictionaries(
-            {
-                "density": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-                "keys_per_block": st.integers(1, 5),
-                "window": st.integers(0, 4),
-                "sinks": st.integers(0, 2),
-            }
-        ),
-    ),
-}
+    "longformer": {"window": st.integers(0, 6), "global_tokens": st.integers(0, 3), "dilation": st.integers(1, 3),
+                   "dilated_heads": st.integers(0, 2)},
+    "performer": {"features": st.integers(1, 20), "seed": st.integers(0, 99)},
+    "routing_transformer": {"groups": st.integers(1, 4), "tokens_per_group": st.sampled_from([None, 1, 3, 99]),
+                            "window": st.integers(0, 3), "sinks": st.integers(0, 2)},
+    "sparq": {"components": st.integers(1, SIZE), "tokens_kept": st.sampled_from([None, 3, 4, 6]), "density": DENSITY,
+              "recent_tokens": st.integers(1, 3), "reallocate": st.booleans()},
+    "magicpig": {"hash_bits": st.sampled_from([1, 2, 4, 9]),  # codes of one byte and of two
+                 "hash_tables": st.integers(2, 9), "recent_tokens": st.integers(1, 4), "sinks": st.integers(0, 2),
+                 "seed": st.integers(0, 99)},
+    "best_tokens": TOKENS, "token_indexer": TOKENS, "block_means": BLOCKS, "block_gate": BLOCKS,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -363,7 +321,9 @@ OPTIONS = {
 @settings(max_examples=7)
 def test_baseline_any_input_equals_formula(name, data):
     case = data.draw(cases(softcap=name != "performer"))
-    method = build(name, LayerShape(WIDTH, case.heads, SIZE, 0, case.key_heads), **data.draw(OPTIONS[name])).eval()
+    method = build(
+        name, LayerShape(WIDTH, case.heads, SIZE, 0, case.key_heads), **data.draw(st.fixed_dictionaries(OPTIONS[name]))
+    ).eval()
     ours, theirs = ([t.clone().requires_grad_() for t in case.tensors] for _ in range(2))
     out, counts = case.run(method, ours)
     expected, total, kept = case.formula(method, theirs)
