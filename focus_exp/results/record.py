@@ -1,6 +1,5 @@
 """The typed record of one run: provenance as JSON, next to its measurements."""
 
-import json
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -20,7 +19,6 @@ from focus_exp.results.measurement import (
 from focus_exp.storage import replace_file
 
 RECORD = "record.json"
-SCHEMA_VERSION = 3
 Status = Literal["running", "finished", "failed", "interrupted"]
 
 
@@ -77,7 +75,7 @@ class Record:
 
     status: Status
     experiment: str
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[3] = 3
     command: str = ""
     started: str = ""
     commit: str | None = None
@@ -143,7 +141,7 @@ class Record:
         return (self.config.get(section) or {}).get(key, default)
 
     def save(self, path: str | Path) -> None:
-        """Write measurements, then strict JSON with "NaN", "Infinity", "-Infinity" as strings."""
+        """Write measurements, then strict JSON: "NaN", "Infinity" as strings, in dicts null."""
         if "measurements" in vars(self):
             seeded = [replace(measurement, seed=self.seed) for measurement in self.measurements]
             replace_file(Path(path).with_name(MEASUREMENTS), format_measurements(seeded).encode())
@@ -159,18 +157,16 @@ class Record:
             UserError: if the file is missing or damaged, or of another schema.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} must be a readable record ({error}). Remove it and run the job again.") from error
-        if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
-            version = values.get("schema_version") if isinstance(values, dict) else type(values).__name__
-            raise UserError(f"{path}: schema_version must be {SCHEMA_VERSION} (got {version}). Run the job again.")
-        try:
-            record = _adapter().validate_python(values)
+            record = _adapter().validate_json(Path(path).read_bytes())
+        except OSError as error:
+            raise UserError(f"{path} must be a readable record ({error}). Run the job again.") from error
         except ValidationError as error:
             wrong = error.errors()[0]
-            place = ".".join(map(str, wrong["loc"]))
-            raise UserError(f"{path}: {place}: {wrong['msg']} (got {str(wrong['input'])[:40]!r}).") from error
+            place = "".join(f"{part}: " for part in wrong["loc"])
+            got = str(wrong["input"])[:40]
+            raise UserError(
+                f"{path}: {place}{wrong['msg']} (got {got!r}). Remove the file and run the job again."
+            ) from error
         return replace(record, path=Path(path), config=upgrade_keys(record.config))
 
 
