@@ -223,6 +223,14 @@ def test_forward_filled_foreign_cache_raises(tiny_model):
         model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 3, dtype=torch.long))
 
 
+def test_forward_cache_of_fewer_layers_raises(tiny_model):
+    model, ids = attach_focus(tiny_model("llama"), layers=[1]), tokens()
+    _, cache = run_in_chunks(model, ids, [20])
+    attach_focus(detach(model))
+    with pytest.raises(UserError, match="filled while all pairs were kept"):
+        model(input_ids=ids[:, :1], past_key_values=cache)
+
+
 class CustomCache(DynamicCache):
     pass
 

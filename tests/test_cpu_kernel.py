@@ -137,12 +137,14 @@ def test_route_by_kernel_ties_take_the_lowest_group():
             assert selection.key_groups[..., 0].all() and selection.key_groups.sum() == 3 * length
 
 
-@pytest.mark.parametrize("where", ["packed", "gap"])
+@pytest.mark.parametrize("where", ["packed", "gap", "starts"])
 def test_attention_unsupported_sequence_raises(where):
     q = k = v = torch.randn(1, 1, 9, 8)
     sequence = random_sequence("packed", 1, 9)
     if where == "gap":
         sequence = Sequence(torch.zeros(1, 9, dtype=torch.long), torch.tensor([[True] * 4 + [False] + [True] * 4]))
+    if where == "starts":
+        sequence = Sequence(torch.tensor([[0] * 4 + [4] * 5]))
     with pytest.raises(BackendUnsupported):
         KERNEL.attention(q, k, v, local_only_selection(sequence), sequence, AttentionArgs(1.0, window=2))
 

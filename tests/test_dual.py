@@ -218,6 +218,8 @@ def test_groups_per_layer_invalid_raises(tiny_model, budget, said):
 
 
 def test_set_budget_wrong_method_or_dropped_encoders_raises(tiny_model):
+    with pytest.raises(ValueError, match="must have an entry for layer 1"):
+        FocusDual.create(LayerShape(WIDTH, 2, SIZE, 1), groups_per_layer=[2])
     with pytest.raises(UserError, match="window"):
         set_budget(attach(tiny_model("llama"), "window"), ["full", "full"])
     model = set_budget(attached(tiny_model("llama")), ["window", 2])

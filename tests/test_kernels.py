@@ -7,12 +7,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from builders import compute_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from torch import Tensor
 
-from focus_exp import attach, set_routing
+from focus_exp import UserError, attach, set_routing
 from focus_exp.assets import cache_root
 from focus_exp.attention.base import SPARSE_FROM
 from focus_exp.attention.dense import blocked_attention, masked_attention, reference_attention
@@ -117,7 +118,7 @@ def problems(
     kinds = ["plain", "left", "right", "packed"][: 4 if masked else 3]
     sequence = random_sequence(draw(st.sampled_from(kinds)), batch, length)
     if draw(st.integers(0, 5)) == 0:
-        selection = local_only_selection(sequence)
+        selection = Selection() if masked and draw(st.booleans()) else local_only_selection(sequence)
     elif masked and draw(st.booleans()):
         selection = Selection(selection.assignment, key_assignment=selection.key_assignment)
     return Problem([q, k, v], selection, sequence, AttentionArgs(
@@ -204,6 +205,23 @@ def test_unsupported_reason_names_device_dtype_and_size():
         *(("cpu", "cpu", torch.float64, 64, "float64"), ("cpu", "cpu", torch.float32, 512, "256")),
     ):
         assert word in KERNELS[name].unsupported_reason(KernelRequirements(device, dtype, size))
+    assert "groups" in KERNELS["cpu"].unsupported_reason(replace(on_cpu, groups=10**6))
+
+
+@needs_kernel
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_padding_between_tokens_takes_the_masked_path_or_raises(tiny_model, backend):
+    model = set_routing(attach(tiny_model("llama"), "focus", window=5), hard=True, backend=backend)
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, 5:9] = 0
+    for method in attached_methods(model).values():
+        method.sparse_from = 1
+    if backend == "cpu":
+        with pytest.raises(UserError, match="backend=masked"):
+            compute_logits(model, torch.ones_like(mask), attention_mask=mask)
+        return
+    compute_logits(model, torch.ones_like(mask), attention_mask=mask)
+    assert {method.path for method in attached_methods(model).values()} == {"masked"}
 
 
 def refused() -> None:

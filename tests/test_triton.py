@@ -125,6 +125,8 @@ def test_too_many_shared_groups_raise():
     with pytest.raises(BackendUnsupported, match="attention.groups must be <= 63 .*70"):
         Setup.of(several, Sequence.plain(1, 9), args, 1)
     Setup.of(select(torch.rand(1, 9, 70), 2, "query_topk"), Sequence.plain(1, 9), args, 1)
+    with pytest.raises(BackendUnsupported, match="got 3 for 2 heads"):
+        Setup.of(select(torch.rand(1, 3, 9, 4), 2, "query_topk"), Sequence.plain(1, 9), args, 2)
 
 
 def test_triton_other_value_size_raises():
