@@ -33,7 +33,6 @@ FLOAT32 = Precision(CPU, torch.float32, False, "test")
 BENCH = ["+experiment=speed", "bench.lengths=[48,80]", "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(1)]
 DUAL = ["attention=focus_dual", "recipe=none", "attention.groups=4", "attention.top_k=1"]
 FIT = ["attention.calibration_sequences=2", "attention.validation_sequences=1", "attention.fit_steps=4"]
-PREFILLS = ["bench.lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]", "bench.prefill_lengths=[32,48]"]
 LAYER_ONLY = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
 
 
@@ -126,7 +125,7 @@ def test_time_prefill_full_kernels_give_the_base_logits(tiny_model):
 @pytest.mark.parametrize("groups", [1, 4])
 def test_time_decode_model_counts_what_a_sliding_layer_keeps_and_reads(groups, tiny_model):
     model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
-    (row,) = timings(time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 1))
+    (row,) = timings(time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 1, "focus"))
     length = 24 + 2 * DECODE_STEPS  # one round to warm up, one that counts
     with torch.no_grad(), disable_method(model):
         cache = model(torch.randint(256, (1, length))).past_key_values
@@ -196,22 +195,26 @@ def test_bench_job_times_layers_of_other_methods_and_keeps_an_error(tmp_path, mo
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_bench_job_times_a_dual_router_in_a_prefill(tmp_path, monkeypatch, fails):
+def test_bench_job_times_a_fitted_router(tmp_path, monkeypatch, fails):
     def fail(*_, **__):
         raise RuntimeError("out of everything")
 
     if fails:
         monkeypatch.setattr(bench, "time_prefill", fail)
-    result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *FIT, "attention.density=0.3", *PREFILLS))
+    lengths = ["bench.lengths=[300]", "bench.prefill_lengths=[32,48]", "bench.decode_lengths=[40]"]
+    clear = ["bench.step_lengths=[]", "attention.density=0.3"]
+    result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *FIT, *lengths, *clear))
     assert result.code == 0, result.err
     rows = timings(record_of(tmp_path).measurements)
     cases = [(row.clock, row.method, row.seq_len) for row in rows]
-    assert cases == [("prefill", "focus_dual", 32), ("prefill", "focus_dual", 48)]
+    timed = [("attention", 300), ("prefill", 32), ("prefill", 48), ("decode model", 40)]
+    assert cases == [(clock, "focus_dual", length) for clock, length in timed]
     for row in rows:
-        if fails:
+        if fails and row.clock == "prefill":
             assert "out of everything" in row.error
             continue
         assert row.speedup and 0 < row.density < 1
         assert row.latency_ms > 0 and row.full_latency_ms > 0
+    assert rows[0].path == "cpu"
     table = (only_run(tmp_path) / "table.md").read_text()
     assert ("failed" if fails else "prefill") in table

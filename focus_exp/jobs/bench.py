@@ -24,7 +24,7 @@ def bench(config: Config) -> None:
     settings = config.bench
     config = compose_router(config)
     if not config.has_router:
-        check_dual(config)
+        check_fitted(config)
     methods = compose_methods(config)
     recorded = {"methods": {name: {"method": method, **options} for name, (method, options) in methods.items()}}
     if print_finished(config):
@@ -56,15 +56,13 @@ def bench(config: Config) -> None:
             evaluators.write(run.record, run.folder)
 
 
-def check_dual(config: Config) -> None:
-    """Raise UserError for timings that two encoders do not have: they are fitted, then timed in a prefill."""
+def check_fitted(config: Config) -> None:
+    """Raise UserError for what is timed of Focus alone, or where two encoders would not be fitted."""
     name, settings = config.attention.name, config.bench
-    for key in ("lengths", "step_lengths", "decode_lengths", "methods"):
+    for key in ("step_lengths", "methods"):
         if value := getattr(settings, key):
             raise UserError(f"bench.{key} must be empty with attention={name} (got {value}).")
-    if not settings.prefill_lengths:
-        raise UserError(f"bench.prefill_lengths must be set with attention={name}. Type bench.prefill_lengths=[4096].")
-    if not config.adapter and not trains_router(config):
+    if config.dual and not config.adapter and not trains_router(config):
         raise UserError(f"attention.calibration_sequences must be > 0 with attention={name} (got 0). Or type adapter=.")
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import first_line
-from focus_exp.models.methods import observe_selections
+from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.layer import Layer, Methods, time_attention, time_decode, time_methods
+from focus_exp.speed.layer import Layer, Methods, time_attention, time_decode, time_fitted, time_methods
 from focus_exp.speed.model import (
     attention_dtype,
     describe_router,
@@ -66,54 +67,67 @@ class SpeedBenchmark:
     @cached_property
     def layer(self) -> Layer:
         """Return the attention layer that is timed, of the model's shape."""
-        attention, settings = self.config.focus, self.settings
+        attention, settings = self.config.attention, self.settings
         backend = "auto" if attention.backend == "masked" else attention.backend
         return Layer(
-            model_shape(self.model), attention.window, attention.sinks, DTYPES[settings.dtype], self.precision.device,
-            backend, settings.repeats,
+            model_shape(self.model), attention.window, getattr(attention, "sinks", 0), DTYPES[settings.dtype],
+            self.precision.device, backend, settings.repeats,
         )  # fmt: skip
 
     def run(self) -> Iterator[Measurement]:
         """Yield all measurements, and print each speedup."""
-        tasks = [*(self.router_tasks() if self.config.has_router else []), *self.method_tasks()]
+        layers = self.router_tasks() if self.config.has_router else self.fitted_tasks()
+        tasks = [*layers, *self.model_tasks(), *self.method_tasks()]
         for clock, length, measure in ProgressBar(tasks, desc="speed", unit="length"):
             for measurement in self.measure(clock, length, measure):
                 print_speedup(measurement)
                 yield measurement
 
     def router_tasks(self) -> list[Task]:
-        """Return the clocks of Focus, the whole model where its routers are trained."""
+        """Return the clocks of one layer of Focus."""
         settings, layer = self.settings, self.layer
-        steps, prefills, decodes = settings.step_lengths, settings.prefill_lengths, settings.decode_lengths
         decode_layer = replace(layer, dtype=attention_dtype(self.model, self.precision))
 
         def of_layer(measure: Callable[..., Iterable[Measurement]], layer: Layer, length: int) -> Iterable[Measurement]:
             return measure(layer, length, self.groupings(length))
 
         step = partial(time_attention, backward=True)
-        tasks: list[Task] = [
+        return [
             *(("attention", n, partial(of_layer, time_attention, layer, n)) for n in self.lengths),
-            *(("attention step", n, partial(of_layer, step, layer, n)) for n in steps),
-            *(("decode", n, partial(of_layer, time_decode, decode_layer, n)) for n in decodes),
+            *(("attention step", n, partial(of_layer, step, layer, n)) for n in settings.step_lengths),
+            *(("decode", n, partial(of_layer, time_decode, decode_layer, n)) for n in settings.decode_lengths),
         ]
-        if not self.is_trained:
+
+    def fitted_tasks(self) -> list[Task]:
+        """Return the clock of one layer of another attached method."""
+        name = self.config.attention.name
+
+        def of_layer(length: int) -> Iterable[Measurement]:
+            return time_fitted(self.layer, length, name, *self.fitted_layer)
+
+        return [("attention", n, partial(of_layer, n)) for n in self.lengths]
+
+    def model_tasks(self) -> list[Task]:
+        """Return the clocks of the whole model where its routers are trained."""
+        prefills, decodes = self.settings.prefill_lengths, self.settings.decode_lengths
+        if not self.is_trained and self.config.has_router:
             if prefills or decodes:
                 print("no trained router, so the whole model is not timed; give adapter= or train one")
-            return tasks
+            return []
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         return [
-            *tasks,
-            *(("prefill", n, partial(self.prefill, n, "focus")) for n in prefills),
-            *(("decode model", n, partial(self.decode_model, n)) for n in decodes if n <= positions),
+            *(("prefill", n, partial(self.time_model, time_prefill, n, PREFILL_REPEATS)) for n in prefills),
+            *(
+                ("decode model", n, partial(self.time_model, time_decode_model, n, DECODE_REPEATS))
+                for n in decodes
+                if n <= positions
+            ),
         ]
 
     def method_tasks(self) -> list[Task]:
-        """Return a layer of each of `methods` at every length, and the prefill of an attached method but Focus."""
-        prefills = [] if self.config.has_router else self.settings.prefill_lengths
-        name = self.config.attention.name
+        """Return a layer of each of `methods` at every length."""
         return [
-            *(("methods", n, partial(time_methods, self.layer, n, self.methods)) for n in self.lengths if self.methods),
-            *(("methods prefill", n, partial(self.prefill, n, name)) for n in prefills),
+            ("methods", n, partial(time_methods, self.layer, n, self.methods)) for n in self.lengths if self.methods
         ]
 
     @property
@@ -121,14 +135,14 @@ class SpeedBenchmark:
         """Return the tokens of one layer."""
         return self.settings.lengths or (GPU_LENGTHS if self.precision.device.type == "cuda" else CPU_LENGTHS)
 
-    def prefill(self, length: int, variant: str) -> Iterable[Measurement]:
-        settings = describe_router(self.model) if self.config.has_router else {"method": variant}
-        repeats = min(PREFILL_REPEATS, self.settings.repeats)
-        return time_prefill(self.model, self.tokens(length), self.precision, repeats, variant, **settings)
-
-    def decode_model(self, length: int) -> Iterable[Measurement]:
-        repeats = min(DECODE_REPEATS, self.settings.repeats)
-        return time_decode_model(self.model, self.tokens(length), self.precision, repeats)
+    def time_model(
+        self, measure: Callable[..., Iterable[Measurement]], length: int, most: int
+    ) -> Iterable[Measurement]:
+        """Time the whole model on `length` tokens, with at most so many repeats."""
+        name = "focus" if self.config.has_router else self.config.attention.name
+        settings = describe_router(self.model) if self.config.has_router else {"method": name}
+        repeats = min(most, self.settings.repeats)
+        return measure(self.model, self.tokens(length), self.precision, repeats, name, **settings)
 
     def measure(self, clock: str, length: int, measure: Callable[[], Iterable[Measurement]]) -> list[Measurement]:
         """Return the measurements of a clock; a failure becomes one with its error."""
@@ -161,17 +175,14 @@ class SpeedBenchmark:
 
         Groups of a token depend on its own hidden state, so sequences of the evaluation's length are concatenated.
         """
-        count = max(1, min(self.settings.routed_tokens // self.held_out.seq_len, len(self.held_out)))
         assignments: dict[int, list[Tensor]] = {}
 
         def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
             if isinstance(method, Focus) and selection.assignment is not None:
                 assignments.setdefault(layer, []).append(selection.assignment[0].cpu())
 
-        with torch.no_grad(), observe_selections(self.model, observe), self.precision.context():
-            for index in ProgressBar(range(count), desc="groups of held-out text", unit="sequence"):
-                tokens = self.held_out[index]["input_ids"][None].to(self.precision.device)
-                self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        with observe_selections(self.model, observe):
+            self.read_held_out("groups of held-out text", self.settings.routed_tokens)
         scores = {layer: torch.cat(parts) for layer, parts in assignments.items()}
         # the work of same-group attention is proportional to the sum of squared fractions
         work = {
@@ -180,6 +191,37 @@ class SpeedBenchmark:
         layer = sorted(work, key=lambda i: work[i])[len(work) // 2]
         print(f"trained groups: layer {layer}, of median evenness, on {len(scores[layer]):,} held-out tokens")
         return scores[layer][None]
+
+    @cached_property
+    def fitted_layer(self) -> tuple[AttentionMethod, Tensor]:
+        """Return the layer of median density, and its hidden states `(1, n, E)` on held-out tokens."""
+        densities: dict[int, float] = {}
+        hidden: list[Tensor] = []
+
+        def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+            densities[layer] = method.count_pairs(selection, sequence).density
+
+        def record(method: AttentionMethod, args: tuple[Any, ...]) -> None:
+            if args[0] == "route":
+                hidden.append(args[1].cpu())
+
+        with observe_selections(self.model, observe):
+            self.read_held_out("density of the layers", 1)
+        layer = sorted(densities, key=lambda i: densities[i])[len(densities) // 2]
+        method = attached_methods(self.model)[layer]
+        handle = method.register_forward_pre_hook(record)
+        self.read_held_out("hidden states of held-out text", self.settings.routed_tokens)
+        handle.remove()
+        print(f"fitted layer: {layer}, of median density")
+        return method, torch.cat(hidden, 1)
+
+    def read_held_out(self, description: str, tokens: int) -> None:
+        """Run the model on sequences of held-out text, at least one, of so many tokens in all."""
+        count = max(1, min(tokens // self.held_out.seq_len, len(self.held_out)))
+        with torch.no_grad(), self.precision.context():
+            for index in ProgressBar(range(count), desc=description, unit="sequence"):
+                tokens_of_one = self.held_out[index]["input_ids"][None].to(self.precision.device)
+                self.model(input_ids=tokens_of_one, use_cache=False, logits_to_keep=1)
 
     def tokens(self, length: int) -> Tensor:
         """Return held-out tokens (1, length)."""

@@ -196,6 +196,29 @@ def time_methods(layer: Layer, length: int, methods: Methods) -> Iterator[Measur
             yield from compare_times(name, {"seconds": seconds["full"]}, {"seconds": seconds[name]}, settings)
 
 
+@torch.no_grad()
+def time_fitted(layer: Layer, length: int, name: str, method: AttentionMethod, hidden: Tensor) -> list[Measurement]:
+    """Time routing and attention of a fitted layer in turn with full attention.
+
+    Args:
+        hidden: `(1, n, E)`, hidden states of held-out tokens, which are repeated; q, k and v are random.
+    """
+    tensors = layer_tensors(layer, length)
+    hidden = hidden.repeat(1, -(-length // hidden.shape[1]), 1)[:, :length]
+    tensors = replace(tensors, hidden=hidden.to(tensors.hidden))
+    kernel, full = full_attention(tensors, layer.device)
+    works: dict[str, Work] = {"full": full, "ours": partial(run_method, method, tensors, layer.args)}
+    repeats = layer.limit_repeats(sum(time_once(work, layer.device) for work in works.values()))
+    seconds = time_in_turns(works, repeats, layer.device)
+    sequence = Sequence.plain(1, length, layer.device)
+    settings = {
+        "clock": "attention", **layer.describe(length), "method": name, "assignment": "trained", "full_kernel": kernel,
+        "path": method.path, "repeats": repeats,
+    }  # fmt: skip
+    density = method.count_pairs(method.route(tensors.hidden, sequence), sequence).density
+    return compare_times(name, {"seconds": seconds["full"]}, {"seconds": seconds["ours"]}, settings, density)
+
+
 def build_method(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMethod:
     shape = layer.shape
     built = build(method, LayerShape(shape.width, shape.heads, shape.head_dim, 0, shape.kv_heads), **options)

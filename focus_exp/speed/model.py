@@ -84,23 +84,24 @@ def time_prefill(
     return compare_times(variant, measure(kernel, full[kernel]), measure("ours", run), settings, density)
 
 
-def time_decode_model(model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int) -> list[Measurement]:
+def time_decode_model(
+    model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, variant: str, **settings: Any
+) -> list[Measurement]:
     """Time the clock "decode model": the whole model for one token after `tokens` (1, T)."""
-    focus = Decoder(model, tokens, precision)
+    ours = Decoder(model, tokens, precision)
     with disable_method(model):
         full = Decoder(model, tokens, precision)
-    works: dict[str, Work] = {"full": partial(run_in, partial(disable_method, model), full.run), "focus": focus.run}
+    works: dict[str, Work] = {"full": partial(run_in, partial(disable_method, model), full.run), "ours": ours.run}
     seconds = time_in_turns(works, repeats, precision.device)
     settings = {
-        "clock": "decode model", "seq_len": tokens.shape[1], "repeats": repeats, "path": "cached",
-        "full_kernel": f"DynamicCache, {attention_name(model)}", **describe_router(model),
-        **describe_model(model, precision),
+        "clock": "decode model", "seq_len": tokens.shape[1], "repeats": repeats, **settings,
+        **describe_model(model, precision), "full_kernel": f"DynamicCache, {attention_name(model)}", "path": "cached",
     }  # fmt: skip
     sides, keys = {}, {}
-    for name, decoder in {"full": full, "focus": focus}.items():
+    for name, decoder in {"full": full, "ours": ours}.items():
         keys[name], size = decoder.count_keys_and_bytes()
         sides[name] = {"seconds": seconds[name] / DECODE_STEPS, "peak_bytes": size}
-    return compare_times("focus", sides["full"], sides["focus"], settings, density=keys["focus"] / keys["full"])
+    return compare_times(variant, sides["full"], sides["ours"], settings, density=keys["ours"] / keys["full"])
 
 
 class Decoder:
