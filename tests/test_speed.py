@@ -194,8 +194,8 @@ def test_bench_job_times_layers_of_other_methods_and_keeps_an_error(tmp_path, mo
     assert masked == {"routing_transformer", "sparq", "magicpig"}
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_bench_job_times_a_fitted_router(tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize(("method", "fails"), [("focus_dual", False), ("focus_dual", True), ("key_gate", False)])
+def test_bench_job_times_a_fitted_router(tmp_path, monkeypatch, method, fails):
     def fail(*_, **__):
         raise RuntimeError("out of everything")
 
@@ -203,12 +203,13 @@ def test_bench_job_times_a_fitted_router(tmp_path, monkeypatch, fails):
         monkeypatch.setattr(bench, "time_prefill", fail)
     lengths = ["bench.lengths=[300]", "bench.prefill_lengths=[32,48]", "bench.decode_lengths=[40]"]
     clear = ["bench.step_lengths=[]", "attention.density=0.3"]
-    result = run(*fitting(*tiny(tmp_path), "job=bench", *DUAL, *FIT, *lengths, *clear))
+    options = DUAL if method == "focus_dual" else [f"attention={method}", "recipe=none"]
+    result = run(*fitting(*tiny(tmp_path), "job=bench", *options, *FIT, *lengths, *clear))
     assert result.code == 0, result.err
     rows = timings(record_of(tmp_path).measurements)
     cases = [(row.clock, row.method, row.seq_len) for row in rows]
     timed = [("attention", 300), ("prefill", 32), ("prefill", 48), ("decode model", 40)]
-    assert cases == [(clock, "focus_dual", length) for clock, length in timed]
+    assert cases == [(clock, method, length) for clock, length in timed]
     for row in rows:
         if fails and row.clock == "prefill":
             assert "out of everything" in row.error

@@ -57,12 +57,12 @@ def bench(config: Config) -> None:
 
 
 def check_fitted(config: Config) -> None:
-    """Raise UserError for what is timed of Focus alone, or where two encoders would not be fitted."""
+    """Raise UserError for what is timed of Focus alone, or where a method would not be fitted."""
     name, settings = config.attention.name, config.bench
     for key in ("step_lengths", "methods"):
         if value := getattr(settings, key):
             raise UserError(f"bench.{key} must be empty with attention={name} (got {value}).")
-    if config.dual and not config.adapter and not trains_router(config):
+    if not config.adapter and not trains_router(config):
         raise UserError(f"attention.calibration_sequences must be > 0 with attention={name} (got 0). Or type adapter=.")
 
 

@@ -191,7 +191,8 @@ def compose_router(config: Config) -> Config:
         UserError: if the attention has no router.
     """
     config = compose_adapter(config) if config.adapter else config
-    if not (config.has_router or config.dual):
+    is_fitted = isinstance(config.attention, FitOptions) and config.job != "analyze"  # which describes groups
+    if not (config.has_router or config.dual or is_fitted):
         raise UserError(
             f"attention must have a router with job={config.job} (got {config.attention.name}). Type attention=focus "
             "or attention=focus_dual."
