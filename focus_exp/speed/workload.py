@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import repeat_kv
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import cpu_sparse
+from focus_exp.attention.kernels.gpu_sparse import import_error
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, count_unpadded_pairs, select
 from focus_exp.speed.timing import Work, time_once
 
@@ -168,13 +170,19 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), is_causal=True)
 
+    def flash_attn() -> Tensor:
+        package = importlib.import_module("flash_attn")  # of the extra "flash"
+        out: Tensor = package.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        return out
+
     if q.is_cuda:
-        return {
+        works: dict[str, Work] = {
             "sdpa-flash": partial(fused, SDPBackend.FLASH_ATTENTION),
             "sdpa-cudnn": partial(fused, SDPBackend.CUDNN_ATTENTION),
             "sdpa-efficient": efficient,
             SLOWEST: partial(fused, SDPBackend.MATH),
         }
+        return works if import_error("flash_attn") else works | {"flash-attn": flash_attn}
     args = AttentionArgs(q.shape[-1] ** -0.5)
     own = {"cpu": partial(cpu_sparse.full_attention, q, k, v, args)} if cpu_sparse.serves_full(q, v) else {}
     return {"sdpa": sdpa, **own}
