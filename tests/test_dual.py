@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from builders import compute_logits, scored
+from builders import compute_logits
 from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_sequence
-from running import fitting, only_run, run, tiny, without_attention
 from torch import Tensor
 
 from focus_exp import UserError, attach, freeze, load_adapter, save_adapter, set_routing
@@ -18,7 +17,6 @@ from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask
 from focus_exp.models.methods import attached_methods, observe_selections, set_budget
-from focus_exp.results.record import Record
 from focus_exp.training.focus_dual_fit.encoders import score_thresholds as thresholds
 
 WIDTH, SIZE = 12, 8
@@ -225,26 +223,3 @@ def test_set_budget_wrong_method_or_dropped_encoders_raises(tiny_model):
     model = set_budget(attached(tiny_model("llama")), ["window", 2])
     with pytest.raises(UserError, match="groups_per_layer of layer 0 without encoders"):
         set_budget(model, [2, 2])
-
-
-def test_evaluate_adapter_top_k_changes_density(tmp_path):
-    chosen = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", "attention.calibration_sequences=0")
-    groups = ["attention.groups=6", "attention.top_k=2"]
-    assert run(*chosen, *groups).code == 0
-    adapter = only_run(tmp_path) / "adapter"
-    evaluated = [part for part in chosen if not part.startswith(("recipe", "attention.calibration"))]
-    for reads in (2, 6):
-        result = run(*evaluated, "attention.groups=6", f"attention.top_k={reads}", "job=evaluate", f"adapter={adapter}")
-        assert result.code == 0, result.err
-    assert run(*without_attention(tiny(tmp_path)), "job=evaluate", f"adapter={adapter}").code == 0
-    refused = run(*evaluated, "attention.groups=4", "job=evaluate", f"adapter={adapter}")
-    assert refused.code == 2 and "attention.groups must be 6" in refused.err
-    records = [Record.load(path) for path in tmp_path.rglob("record.json")]
-    rows = {
-        (r.setting("attention", "name"), r.setting("attention", "top_k"), r.config["job"]): scored(r.measurements)[1]
-        for r in records
-    }
-    assert set(rows) == {("focus_dual", 2, "train"), ("focus_dual", 2, "evaluate"), ("focus_dual", 6, "evaluate")}
-    trained, again, whole = (rows["focus_dual", k, job] for k, job in ((2, "train"), (2, "evaluate"), (6, "evaluate")))
-    assert trained.nll == again.nll and 1 / 6 <= trained.largest_group_fraction <= 1
-    assert whole.distant_density == 1 and whole.nll == pytest.approx(scored(records[0].measurements)[0].nll)

@@ -9,9 +9,8 @@ from tiny_architectures import tiny_model as tiny_architecture
 from transformers import AttentionMaskInterface, PreTrainedModel
 
 from focus_exp import UserError, attach, detach, disable_method, set_routing
-from focus_exp.attention.selection import sequence_starts
 from focus_exp.models import self_check
-from focus_exp.models.hooks import IMPLEMENTATION, make_layer_mask
+from focus_exp.models.hooks import IMPLEMENTATION
 from focus_exp.models.methods import attached_methods, observe_selections
 
 LENGTH = 40
@@ -30,16 +29,6 @@ def test_make_layer_mask_padding_builds_no_square_mask(tiny_model, padding):
         compute_logits(model, make_tokens(), attention_mask=mask)
     assert all(sequence.allowed is None and (sequence.valid is None) == (not padding) for sequence in seen)
     assert all((sequence.start[:, padding or 0 :] == (padding or 0)).all() for sequence in seen) and len(seen) == 2
-
-
-def test_starts_follow_the_first_visible_token():
-    packed = torch.tensor([[0, 0, 0, 3, 3, 5]])
-    assert sequence_starts(packed).tolist() == [[0, 0, 0, 3, 3, 5]]
-    sliding = torch.tensor([[0, 0, 0, 1, 2, 3]])
-    assert sequence_starts(sliding).tolist() == [[0] * 6]
-    padded = torch.tensor([[2, 2, 2, 2]])
-    assert sequence_starts(padded).tolist() == [[0, 0, 2, 2]]
-    assert sequence_starts(torch.tensor([[5, 5, 8]]), past=6, before=torch.tensor([[5]])).tolist() == [[5, 5, 8]]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
@@ -159,12 +148,3 @@ def test_attach_unsupported_architecture_raises_and_leaves_no_trace(name, reason
         attach(model)
     assert list(model.state_dict()) == before and torch.equal(compute_logits(model, tokens), expected)
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_make_layer_mask_sliding_equals_transformers():
-    from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
-
-    rule = sliding_window_causal_mask_function(8)
-    expected = sdpa_mask(1, 12, 12, mask_function=rule, allow_is_causal_skip=False)
-    assert torch.equal(make_layer_mask(1, 12, 12, mask_function=rule, local_size=8), expected)
-    assert make_layer_mask(1, 7, 7, mask_function=rule, local_size=8) is None
