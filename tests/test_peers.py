@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import compute_logits, make_tokens
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
@@ -38,18 +39,13 @@ def model(tiny_model: Callable[..., PreTrainedModel], mode: str) -> PreTrainedMo
 
 @pytest.fixture
 def tokens() -> Tensor:
-    return torch.randint(0, 250, (2, 9), generator=torch.Generator().manual_seed(1))
+    return make_tokens(2, 9, seed=1)
 
 
 def generate(model: PreTrainedModel, tokens: Tensor, new: int = 6, **kwargs: object) -> Tensor:
     kwargs.setdefault("attention_mask", torch.ones(tokens.shape[:2], dtype=torch.long))
     lengths = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
     return model.generate(tokens, do_sample=False, **lengths, **kwargs)
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, tokens: Tensor, **kwargs: object) -> Tensor:
-    return model(tokens, **kwargs).logits
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -90,21 +86,21 @@ def test_forward_output_attentions_equals_sdpa(model, tokens) -> None:
 
 
 def test_resize_token_embeddings_keeps_logits(model, tokens) -> None:
-    expected = logits(model, tokens)
+    expected = compute_logits(model, tokens)
     model.resize_token_embeddings(expected.shape[-1] + 7)
-    assert_close(logits(model, tokens)[..., : expected.shape[-1]], expected)
+    assert_close(compute_logits(model, tokens)[..., : expected.shape[-1]], expected)
 
 
 def test_save_pretrained_adds_router_keys_alone(tiny_model, model, tokens, tmp_path: Path) -> None:
     added = set(model.state_dict()) - set(tiny_model("llama").state_dict())
     assert added and all(".focus." in key for key in added)
     with disable_method(model):
-        expected = logits(model, tokens)
+        expected = compute_logits(model, tokens)
         model.save_pretrained(tmp_path)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert set(report["unexpected_keys"]) == added
     assert not report["missing_keys"]
-    assert torch.equal(logits(loaded.eval(), tokens), expected)
+    assert torch.equal(compute_logits(loaded.eval(), tokens), expected)
 
 
 def test_tied_weights_stay_tied(tiny_model, mode) -> None:
@@ -123,11 +119,11 @@ def test_tied_weights_stay_tied(tiny_model, mode) -> None:
     ids=["lora", "ia3"],
 )
 def test_peft_merge_keeps_logits(model, tokens, config) -> None:
-    base = logits(model, tokens)
+    base = compute_logits(model, tokens)
     peft_model = get_peft_model(model, config).eval()
-    expected = logits(peft_model, tokens)
+    expected = compute_logits(peft_model, tokens)
     assert not torch.allclose(expected, base)
-    assert_close(logits(peft_model.merge_and_unload(), tokens), expected)
+    assert_close(compute_logits(peft_model.merge_and_unload(), tokens), expected)
 
 
 def build_lfm2() -> PreTrainedModel:
