@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from builders import compute_logits, make_tokens
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
@@ -27,12 +27,6 @@ OPTIONS = {
     "pair_rule": "share",
     "gate_steepness": 4.0,
 }
-TOKENS = torch.arange(80).view(2, 40) * 7 % 256
-
-
-def compute_logits(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
 
 
 @pytest.fixture
@@ -42,7 +36,7 @@ def trained(tiny_model) -> Callable[..., PreTrainedModel]:
     def factory(family: str, method: str = "focus", seed: int = 3, **options: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = attach(tiny_model(family), method, **(options or OPTIONS)).train()
-        model(TOKENS)  # moves the balance
+        model(make_tokens())  # moves the balance
         return model.eval()
 
     return factory

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from builders import scored
+from builders import compute_logits, scored
 from conftest import ZOO, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +31,6 @@ from focus_exp.models.lora import (
 from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.module import LanguageModelTask
 
-T = 24
 LINEAR = {
     "gpt2": ["c_attn", "attn.c_proj", "c_proj", "c_fc", "lm_head"],
     "llama": ["q_proj", "v_proj", "self_attn.o_proj", "down_proj", "gate_proj"],
@@ -49,15 +48,6 @@ REGIMES = {
     "routing": (*LORA, "attention=routing_transformer", "attention.centroid_decay=0.9"),
     "finetune": ("recipe=finetune", "attention=full", ROUTER, EVERYTHING),
 }
-
-
-def tokens(seed: int = 0) -> torch.Tensor:
-    return torch.randint(256, (2, T), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def logits(model) -> torch.Tensor:
-    return model(input_ids=tokens(), use_cache=False).logits
 
 
 def adapted(model, budget: int = 0, seed: int = 0, **options):
@@ -94,10 +84,10 @@ def full_size(name: str):
 @KINDS
 def test_add_lora_initial_logits_equal_base(tiny_model, family, dtype, dora):
     model = tiny_model(family, dtype=dtype)
-    before = logits(model)
+    before = compute_logits(model)
     adapted(model, dora=dora)
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
-    assert torch.equal(logits(model), before)
+    assert torch.equal(compute_logits(model), before)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -116,7 +106,7 @@ def test_lora_forward_equals_the_papers_equation(tiny_model, family, rank, alpha
             if dora:
                 w = layer.lora_magnitude_vector["default"].weight.data.double()[:, None] * w / w.norm(dim=1)[:, None]
             part.weight.data = w.T if conv else w
-    torch.testing.assert_close(logits(model), logits(twin), rtol=0, atol=1e-4)
+    torch.testing.assert_close(compute_logits(model), compute_logits(twin), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -166,9 +156,9 @@ def test_save_lora_loads_with_peft(tiny_model, tmp_path, family, dtype, dora):
     save_lora(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     loaded = PeftModel.from_pretrained(tiny_model(family, dtype=dtype), tmp_path)
-    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(compute_logits(loaded), compute_logits(model))
     with loaded.disable_adapter():
-        assert torch.equal(logits(loaded), logits(tiny_model(family, dtype=dtype)))
+        assert torch.equal(compute_logits(loaded), compute_logits(tiny_model(family, dtype=dtype)))
 
 
 def command(folder, name, *more):
