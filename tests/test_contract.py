@@ -45,6 +45,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 GROUPED = ("focus", "key_gate", "window", "random_groups", "longformer")  # which the sparse kernels serve
 NON_MASKED = ("focus soft", "focus sinkhorn", "longformer dilated")
+MOVING = ("focus soft", "routing_transformer")  # whose buffers training moves
 NON_CAUSAL = ("focus sinkhorn", "routing_transformer")
 ways = pytest.mark.parametrize("way", WAYS)
 # MHA, GQA, softcap and sliding layers, its own norms of q and k
@@ -189,34 +190,42 @@ def test_sparse_path_equals_masked_path(attached, family, way):
     assert ("cpu" in paths) == (family != "mistral" and (family, way) != ("qwen2", "focus_dual budget"))
 
 
-def gradients(model: PreTrainedModel, checkpointing: bool) -> list[Tensor | None]:
-    """Return the gradients of two steps and of a pair of forward passes, and what the method's buffers are then."""
+def train(model: PreTrainedModel, reentrant: bool | None, has_pair: bool) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Return the gradients of two steps, and of a pair of forward passes, and what the method's buffers are then."""
     model = copy.deepcopy(model).train()
-    if checkpointing:
-        model.activation_checkpointing_enable()
+    model.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for seed in (0, 1):
         tokens = make_tokens(seed=seed)
         model(tokens, labels=tokens).loss.backward()
-    pair = [model(tokens, labels=tokens).loss for tokens in (make_tokens(seed=2), make_tokens(2, 31))]  # preferences
-    (pair[0] + 2 * pair[1]).backward()
-    buffers = [buffer for method in attached_methods(model).values() for buffer in method.buffers()]
-    return [*(p.grad for p in model.parameters()), *buffers]
+    if has_pair:  # as preferences are trained
+        pair = [model(tokens, labels=tokens).loss for tokens in (make_tokens(seed=2), make_tokens(2, 31))]
+        (pair[0] + 2 * pair[1]).backward()
+    return [p.grad for p in model.parameters()], copy_buffers(model)
+
+
+def copy_buffers(model: PreTrainedModel) -> list[Tensor]:
+    return [buffer.clone() for method in attached_methods(model).values() for buffer in method.buffers()]
 
 
 @families
-@ways
-@pytest.mark.parametrize("train", ["router", "all"])
-def test_gradient_checkpointing_keeps_gradients_and_buffers(attached, family, way, train):
+@pytest.mark.parametrize(("way", "reentrant"), [*((way, False) for way in WAYS), *((way, True) for way in MOVING)])
+@pytest.mark.parametrize("part", ["router", "all"])
+def test_gradient_checkpointing_keeps_gradients_and_buffers(attached, family, way, reentrant, part):
     model = attached(family, way)
-    if not freeze(model, train) or (train == "router" and not way.startswith("focus ")):
+    if not freeze(model, part) or (part == "router" and not way.startswith("focus ")):
         pytest.skip("nothing is trained through the model")
-    plain, checkpointed = (gradients(model, checkpointing) for checkpointing in (False, True))
-    named = zip(model.named_parameters(), plain, strict=False)
+    # reentrant checkpointing moves buffers in the backward pass, so that the second of a pair starts from others
+    (plain, buffers), (checkpointed, others) = (train(model, kind, not reentrant) for kind in (None, reentrant))
+    named = zip(model.named_parameters(), plain, strict=True)
     assert all(grad.isfinite().all() for (name, p), grad in named if p.requires_grad and ".focus." not in name)
-    for ours, theirs in zip(checkpointed, plain, strict=True):
-        assert (ours is None) == (theirs is None)
+    assert [x is None for x in checkpointed] == [x is None for x in plain]
+    for ours, theirs in zip([*checkpointed, *others], [*plain, *buffers], strict=True):
         if ours is not None:
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    if way in MOVING:
+        assert not any(map(torch.equal, buffers, copy_buffers(model)))
 
 
 @ways
