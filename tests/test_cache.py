@@ -154,21 +154,6 @@ def test_cache_reordered_rows_keep_their_starts(tiny_model):
     torch.testing.assert_close(swapped.flip(0), first, rtol=1e-4, atol=1e-5)
 
 
-def test_cache_repeated_and_selected_rows_equal_recomputing(tiny_model):
-    model = attach_focus(tiny_model("gpt2"), 1)
-    ids, more = tokens(2, 20), tokens(4, 5, seed=2)
-    _, cache = run_in_chunks(model, ids, [20])
-    cache.batch_repeat_interleave(2)
-    found, cache = run_in_chunks(model, more, [2, 1, 2], cache=cache)
-    expected = run_at_once(model, torch.cat([ids.repeat_interleave(2, 0), more], 1))[:, 20:]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    cache.batch_select_indices(torch.tensor([False, True, True, False]))
-    last = tokens(2, 1, seed=3)
-    found, _ = run_in_chunks(model, last, [1], cache=cache)
-    before = torch.cat([ids.repeat_interleave(2, 0), more], 1)[1:3]
-    torch.testing.assert_close(found, run_at_once(model, torch.cat([before, last], 1))[:, 25:], rtol=1e-4, atol=1e-5)
-
-
 def test_cache_layer_without_method_keeps_all_tokens(tiny_model):
     model = tiny_model("llama")
     with torch.random.fork_rng(devices=[]):

@@ -54,10 +54,6 @@ class GroupedCache:
         self.pairs_read = 0
 
     @property
-    def batch(self) -> int:
-        return 0 if self.start is None else len(self.start)
-
-    @property
     def bytes(self) -> int:
         """Allocated memory, spare room included."""
         tensors = [] if self.local is None or self.pool is None else self.local.tensors + self.pool.tensors

@@ -187,10 +187,8 @@ def read_adapter(
             f"model is {model.config.name_or_path or type(model).__name__} (fingerprint {actual[:12]})"
         )
         if check_base:
-            is_same_name = base["name"] == base_name(model)
-            hint = " before resize_token_embeddings or merging" if is_same_name else ""
             raise UserError(
-                f"{mismatch}. Load the adapter's own base model{hint}: {BASE_HINT}. For a quantized copy of it use "
+                f"{mismatch}. Load the adapter's own base model: {BASE_HINT}. For a quantized copy of it use "
                 "check_base=False (command line: check_base=false)."
             )
         log.warning("check_base=False: %s", mismatch)

@@ -104,12 +104,6 @@ class FocusLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.grouped.reorder_rows(beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.grouped.reorder_rows(torch.arange(self.grouped.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.grouped.reorder_rows(torch.arange(self.grouped.batch)[indices.cpu()])
-
 
 def attention_cache_layers(cache: Cache | None) -> list[Any]:
     """Return the self-attention layers of a cache, also of an encoder-decoder's."""
