@@ -18,7 +18,6 @@ from omegaconf import MISSING, OmegaConf
 
 from focus_exp.attention.options import (
     MAX_SEED,
-    PAIR_RULES,
     EncoderTraining,
     FitOptions,
     FocusDualOptions,
@@ -209,12 +208,10 @@ class DataConfig:
     split: str | None = None
     revision: str | None = None
     text_column: str = "text"
-    split_special_tokens: bool = False
     files: str | None = option(None)
     seq_len: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, least=1)
     max_test_tokens: int | None = option(None, least=1)
-    workers: int = option(0, least=0)
 
 
 @dataclass
@@ -222,13 +219,10 @@ class EvalConfig:
     name: str = MISSING
     split: str = option("test", choices=("validation", "test"))
     seq_len: int = option(1024, least=2)
-    stride: int | None = option(None, least=1)
     max_sequences: int | None = option(None, least=1)
     batch_size: int = option(1, least=1)
-    bootstrap_samples: int = option(1000, least=1)
     controls: bool = True
     top_k: list[int] = option([], least=1)
-    pair_rules: list[str] = option([], choices=PAIR_RULES)
     adapters: list[str] = option([])
     fit_variants: list[str] = option([])
     tasks: list[str] = option([])
@@ -237,7 +231,6 @@ class EvalConfig:
     num_fewshot: int | None = option(None, least=0)
     request_batch_size: int = option(8, least=1)
     long_range_distance: int | None = option(None, least=1)
-    allow_truncation: bool = option(False)
 
 
 @dataclass
@@ -290,9 +283,6 @@ class GenerateConfig:
     prompt_tokens: int = option(384, least=1)
     new_tokens: int = option(128, least=1)
     top_k: list[int] = option([])
-    do_sample: bool = False
-    temperature: float = option(1.0, above=0)
-    top_p: float = option(1.0, least=0, most=1)
 
 
 @dataclass

@@ -31,6 +31,9 @@ RENAMED: dict[str, str | None] = {
     "budget.scratch_rates": "budget.scratch_lr_factors",
     "budget.suite_limit": "budget.long_range_limit",
     "logger.csv": None,
+    "generate.do_sample": None,
+    "generate.temperature": None,
+    "generate.top_p": None,
     "plan.experiments": None,
     "plan.folder": None,
     "plan.hours": None,
@@ -41,9 +44,15 @@ RENAMED: dict[str, str | None] = {
     "reproduce.minutes": None,
     "reproduce.publish": None,
     "model.trained_by": "model.base_run",
+    "data.split_special_tokens": None,
+    "data.workers": None,
     "data.block_size": "data.seq_len",
     "eval.window": "eval.seq_len",
     "eval.max_windows": "eval.max_sequences",
+    "eval.stride": None,
+    "eval.bootstrap_samples": None,
+    "eval.pair_rules": None,
+    "eval.allow_truncation": None,
     "eval.suite_limit": "eval.long_range_limit",
     "eval.suite_window": "eval.long_range_distance",
     "recipe.tune.windows": "recipe.tune.sequences",
@@ -56,6 +65,7 @@ RENAMED: dict[str, str | None] = {
     "attention.pairs": "attention.density",
     "attention.share": "attention.density",
     "attention.budget": "attention.groups_per_layer",
+    "attention.rank": None,
 }
 RENAMED_VALUES = {"objective": {"text": "lm", "base": "distill"}}
 

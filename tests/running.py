@@ -124,7 +124,7 @@ def tiny(folder: Path, runs: str = "runs") -> list[str]:
     return [
         *("model=tiny_llama", "data=files", f"data.files={write_texts(folder / 'texts')}"),
         *(f"runs_dir={folder / runs}", f"cache_dir={folder / 'cache'}", "logger.wandb=disabled"),
-        *("data.seq_len=32", "eval.seq_len=32", "eval.max_sequences=3", "eval.bootstrap_samples=20"),
+        *("data.seq_len=32", "eval.seq_len=32", "eval.max_sequences=3"),
         *("bench.lengths=[48]", "bench.prefill_lengths=[64]", "bench.step_lengths=[64]", "bench.decode_lengths=[40]"),
         *("bench.repeats=1", "bench.routed_tokens=64", "bench.groups=[2]", "bench.top_k=[1,2]"),
         *("attention.window=8", "attention.sinks=1", "attention.groups=2"),

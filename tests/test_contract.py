@@ -25,7 +25,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "focus sinkhorn": ("focus", NEAR | {"assignment": "sinkhorn"}, {"hard": False}),
     "focus_dual": ("focus_dual", NEAR | DUAL, {}),
     "focus_dual pair": ("focus_dual", NEAR | DUAL | {"counts": "pair"}, {}),
-    "focus_dual layer": ("focus_dual", NEAR | DUAL | {"heads": "layer", "rank": 3}, {}),
+    "focus_dual layer": ("focus_dual", NEAR | DUAL | {"heads": "layer"}, {}),
     "focus_dual budget": ("focus_dual", NEAR | DUAL | {"groups_per_layer": ["full", 3]}, {}),
     "focus_dual window": ("focus_dual", NEAR | DUAL | {"groups_per_layer": [4, "window"]}, {}),
     "key_gate": ("key_gate", NEAR, {}),

@@ -29,7 +29,7 @@ def layers(draw: st.DrawFn, most: int = 40) -> tuple[FocusDual, Tensor, list[Ten
     torch.manual_seed(draw(st.integers(0, 10_000)))
     kv_heads, share, groups = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 2)), draw(st.integers(2, 6))
     options: dict[str, Any] = {"groups": groups, "heads": draw(st.sampled_from(["kv", "layer"]))}
-    options |= {"rank": draw(st.sampled_from([0, 3])), "top_k": draw(st.integers(1, groups))}
+    options |= {"top_k": draw(st.integers(1, groups))}
     options |= {"counts": draw(st.sampled_from(["query", "pair", "head"])), "encoders": draw(st.sampled_from([1, 2]))}
     if draw(st.booleans()):
         heads = kv_heads if options["heads"] == "kv" else 1
@@ -62,8 +62,7 @@ def set_counts(method: FocusDual) -> None:
 
 
 def logits_by_hand(encoder: Any, token: Tensor, head: int) -> list[float]:
-    x = token if encoder.projection is None else encoder.projection.T @ token
-    return (encoder.weight[head] @ x + encoder.bias[head]).tolist()
+    return (encoder.weight[head] @ token + encoder.bias[head]).tolist()
 
 
 def kept_by_hand(method: FocusDual, h: Tensor, sequence: Sequence, head: int) -> Tensor:
@@ -132,8 +131,6 @@ def test_focus_dual_state_has_fitted_names_and_shapes():
             "mean": (WIDTH,), "scale": (WIDTH,), "worth": (n, WIDTH), "worth_bias": (n,), "thresholds": (n, 4),
         }  # fmt: skip
     assert not [name for name in FocusDual.create(shape, encoders=1).state_dict() if name.startswith("query_encoder")]
-    narrow = FocusDual.create(shape, groups=5, rank=2)
-    assert narrow.key_encoder.projection.shape == (WIDTH, 2) and narrow.query_encoder.weight.shape == (3, 5, 2)
 
 
 def attached(model, **options):

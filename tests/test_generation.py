@@ -12,7 +12,7 @@ from running import fitting, only_run, run, tiny
 from focus_exp import attach
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import generation
-from focus_exp.evaluation.generation import Continuation, Generation, common_prefix, measure_cache
+from focus_exp.evaluation.generation import Continuation, Generation, measure_cache
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.measurement import format_measurements
 from focus_exp.results.record import Record
@@ -93,11 +93,6 @@ def test_generation_ignores_the_models_own_generation_config(make_generation):
     assert texts_of(penalized) == texts_of(plain)
 
 
-def test_sampled_continuations_follow_from_the_seed(make_generation):
-    first, again = (texts_of(make_generation("generate.do_sample=true")) for _ in range(2))
-    assert len(first) == 8 and first == again and len(set(first)) > 4
-
-
 def test_generation_failed_full_attention_has_an_error_and_no_agreement(make_generation, monkeypatch):
     generation = make_generation("generate.prompts=1", "generate.top_k=[1]")
     generate, calls = generation.model.generate, []
@@ -158,8 +153,3 @@ def test_measure_cache_counts_what_sliding_layers_hold(tiny_model):
         torch.arange(3, 23)[None], max_new_tokens=5, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True
     )
     assert measure_cache(output.past_key_values)[0] == (24 + 8) / 2
-
-
-def test_common_prefix_ends_at_the_first_difference():
-    pairs = {(1, 2, 4): 2, (1, 2): 2, (6,): 0}
-    assert {other: common_prefix([1, 2, 3], [*other]) for other in pairs} == pairs

@@ -127,12 +127,11 @@ def test_analysis_equals_observations(analysis):
     assert (facts.tokens, facts.windows, facts.passage_tokens) == (96, 3, 24)
     assert values["word_class_fraction"].sum() == pytest.approx(1.0)
     trained, base = (observations[name] for name in ("trained router", "full attention"))
-    assert sorted(rows.layer.dropna().unique()) == [grouping.layer for grouping in trained.groupings]
-    for grouping in trained.groupings:
+    assert sorted(rows.layer.dropna().unique()) == [grouping.layer for grouping in trained.groups]
+    for grouping, members in trained.groups.items():
         layer = rows[rows.layer == grouping.layer].set_index("metric")
-        members, confidence = trained.select(grouping)
         assert layer.value["group_fraction"].tolist() == pytest.approx([(members == g).mean() for g in range(2)])
-        assert layer.value["layer_confidence"] == pytest.approx(confidence.mean())
+        assert layer.value["layer_confidence"] == pytest.approx(trained.confidence[grouping].mean())
         agreement = layer.loc["router_agreement"].set_index("router").value
         assert agreement["trained_0"] == pytest.approx(1.0)  # a copy
         assert agreement["untrained"] < 0.9 and abs(agreement["chance"]) < 0.2

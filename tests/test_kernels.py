@@ -111,10 +111,10 @@ def problems(
     if draw(st.booleans()):  # groups of their own for keys
         keys = assigned()
         members = select(keys, draw(st.integers(1, min(2, count))), rule).key_groups
-        selection = replace(selection, key_groups=members, group=None, key_assignment=keys)
+        selection = replace(selection, key_groups=members, max_groups=None, key_assignment=keys)
     if draw(st.booleans()):  # some queries read no group
         reads = selection.query_groups & (torch.rand(selection.query_groups.shape[:-1]) < 0.7)[..., None]
-        selection = replace(selection, query_groups=reads, group=None)
+        selection = replace(selection, query_groups=reads, max_groups=None)
     kinds = ["plain", "left", "right", "packed"][: 4 if masked else 3]
     sequence = random_sequence(draw(st.sampled_from(kinds)), batch, length)
     if draw(st.integers(0, 5)) == 0:

@@ -85,8 +85,8 @@ TEXTS = [
      "is 4 bytes, smaller than the minimum file footer (8 bytes))."),
     ("/a.csv", lambda place: write_files(place, a_csv=b"a"), ".csv is not read. Write a .jsonl file, an object a line "
      "with the text under data.text_column, or leave it out with a glob in data.files."),
-    ("/a.txt", lambda place: write_files(place, a_txt="a".encode("utf-16")), "must be UTF-8 (got UTF-16). Convert it "
-     "(iconv -f utf-16 -t utf-8)."),
+    ("/a.txt", lambda place: write_files(place, a_txt="a".encode("utf-16")), "must be UTF-8 text (got 0xff at byte "
+     "0). Convert it (iconv -f <encoding> -t utf-8), or leave it out with a glob in data.files."),
     ("/a.jsonl", lambda place: write_files(place, a_jsonl=b'{"body": "a"}'), "'text' is no column. Set "
      "data.text_column to body."),
 ]  # fmt: skip

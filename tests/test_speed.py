@@ -57,7 +57,7 @@ def test_peak_memory_of_a_run_is_its_own():
 def test_balanced_groups_are_even_and_their_pairs_counted(length, groups, top_k, rule):
     top_k = min(top_k, groups)
     selection = balanced(groups, length, top_k, rule).select(length, CPU)
-    sizes = balanced(groups, length).select(length, CPU).group[0].bincount(minlength=groups)
+    sizes = balanced(groups, length).select(length, CPU).key_groups[0].sum(0)
     assert sizes.max() - sizes.min() <= 1
     valid = torch.ones(1, length, dtype=torch.bool)  # counted pair by pair
     counts = count_pairs(selection, replace(Sequence.plain(1, length), valid=valid), 8, 2)
@@ -67,7 +67,7 @@ def test_balanced_groups_are_even_and_their_pairs_counted(length, groups, top_k,
 
 def test_groups_repeat_beyond_their_scores():
     groups = balanced(3, 10)
-    long = groups.select(25, CPU).group[0]
+    long = groups.select(25, CPU).key_groups[0]
     assert torch.equal(long[:10], long[10:20]) and torch.equal(long[20:], long[:5])
 
 

@@ -19,21 +19,15 @@ UNSET = torch.finfo(torch.float32).max  # a threshold before any fit: a query re
 
 
 class Encoder(nn.Module):
-    """Classify tokens into groups for each of n heads; with a rank R, heads share a projection of the token.
+    """Classify tokens into groups for each of n heads, with n*K*(E + 1) trainable parameters."""
 
-    It has n*K*(E + 1) trainable parameters, or E*R + n*K*(R + 1).
-    """
-
-    def __init__(self, width: int, groups: int, heads: int, rank: int) -> None:
+    def __init__(self, width: int, groups: int, heads: int) -> None:
         super().__init__()
-        size = rank or width
-        self.projection = nn.Parameter(torch.randn(width, rank) * width**-0.5) if rank else None
-        self.weight = nn.Parameter(torch.randn(heads, groups, size) * size**-0.5)
+        self.weight = nn.Parameter(torch.randn(heads, groups, width) * width**-0.5)
         self.bias = nn.Parameter(torch.zeros(heads, groups))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `(B, n, T, K)` of tokens `(B, T, E)`."""
-        x = x if self.projection is None else x @ self.projection
         logits = x @ self.weight.flatten(0, 1).T + self.bias.flatten()
         return logits.unflatten(-1, self.bias.shape).transpose(1, 2)
 
@@ -70,7 +64,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         self.worth: Tensor
         self.worth_bias: Tensor
         self.thresholds: Tensor
-        sizes = (shape.width, options.groups, self.heads, options.rank)
+        sizes = (shape.width, options.groups, self.heads)
         self.key_encoder = Encoder(*sizes)
         if options.encoders > 1:
             self.query_encoder = Encoder(*sizes)
@@ -192,7 +186,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         tensors: list[Any] = [x for encoder in encoders for x in (encoder.weight, encoder.bias)]
         if any(type(x) is not nn.Parameter or x.dtype != torch.float32 or x.device != h.device for x in tensors):
             return False
-        return self.key_encoder.projection is None and kernel.unavailable_reason() is None
+        return kernel.unavailable_reason() is None
 
     def route_by_kernel(self, h: Tensor, sequence: Sequence) -> Selection:
         """Return hard routing as `route` does, in one kernel call."""

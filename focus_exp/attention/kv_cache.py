@@ -101,7 +101,6 @@ class GroupedCache:
             local = [x[:, recent] for x in tokens]
             if pooled is not None:
                 local[2] = local[2].where(pooled[:, recent], -1)
-                self.local.complete = False
             self.local.write(self.length + recent.start, local)
         self.pool.append(tokens, pooled)
         self.length += count
@@ -302,16 +301,15 @@ class LocalKVBuffer:
     """Hold the sinks of R sequences and a ring buffer of their last window + 1 tokens.
 
     Attributes:
-        tensors: keys, values `(R, sinks + n, G, D)`, a token at column sinks + position % (window + 1); index
-            `(R, sinks + n)` int, positions, -1 where empty; members `(R, sinks + n, K)` bool, groups as keys.
+        tensors: keys, values `(R, n, G, D)` with n = sinks + window + 1, a token at column sinks + position %
+            (window + 1); index `(R, n)` int, positions, -1 where empty; members `(R, n, K)` bool, groups as keys.
     """
 
     def __init__(self, k: Tensor, members: Tensor, window: int, sinks: int) -> None:
         self.ring, self.sinks = window + 1, sinks
-        keys = k.new_zeros(len(k), sinks, *k.shape[2:])
+        keys = k.new_zeros(len(k), sinks + self.ring, *k.shape[2:])
         index = torch.full(keys.shape[:2], -1, device=k.device)
         self.tensors = [keys, keys.clone(), index, members.new_zeros(*index.shape, members.shape[-1])]
-        self.complete = False
 
     @property
     def index(self) -> Tensor:
@@ -319,43 +317,26 @@ class LocalKVBuffer:
 
     def write(self, position: int, tokens: list[Tensor]) -> None:
         """Write up to window + 1 following tokens, the first at `position`: k, v `(R, n, G, D)`, index, members."""
-        count = tokens[2].shape[1]
-        self.grow(min(position + count, self.ring))
-        first = position % self.ring
-        fit = min(count, self.ring - first)
+        positions = torch.arange(position, position + tokens[2].shape[1], device=self.index.device)
         for stored, new in zip(self.tensors, tokens, strict=True):
-            stored[:, self.sinks + first : self.sinks + first + fit] = new[:, :fit]
-            if fit < count:
-                stored[:, self.sinks : self.sinks + count - fit] = new[:, fit:]
+            stored[:, self.sinks + positions % self.ring] = new
 
     def scatter_(self, rows: Tensor, columns: Tensor, tokens: list[Tensor]) -> None:
         """Write tokens `(m, ...)` of the sequences `rows` at `columns`."""
         for stored, new in zip(self.tensors, tokens, strict=True):
             stored[rows, columns] = new
 
-    def grow(self, columns: int) -> None:
-        """Grow the ring buffer to at least so many columns."""
-        size = self.index.shape[1] - self.sinks
-        if columns > size:
-            more = min(max(columns, 2 * size), self.ring) - size
-            empty = [x.new_full((len(x), more, *x.shape[2:]), -1 if x.ndim == 2 else 0) for x in self.tensors]
-            self.tensors = [torch.cat(pair, 1) for pair in zip(self.tensors, empty, strict=True)]
-
     def is_complete(self) -> bool:
         """Tell whether no column is empty."""
-        if not self.complete and self.index.shape[1] == self.sinks + self.ring:
-            self.complete = bool((self.index >= 0).all())
-        return self.complete
+        return bool((self.index >= 0).all())
 
     def reorder_rows(self, rows: Tensor) -> None:
         self.tensors = [x.index_select(0, rows) for x in self.tensors]
-        self.complete = False
 
     def truncate(self, length: int) -> None:
         """Drop all but the sinks before position `length`."""
         self.index[:, self.sinks :] = -1
         self.index.masked_fill_(self.index >= length, -1)
-        self.complete = False
 
 
 class GroupedKVPool:

@@ -134,7 +134,6 @@ class FocusDualOptions(LocalOptions):
     heads: str = option("kv", choices=("kv", "layer"))
     counts: str = option("query", choices=("query", "pair", "head"))
     encoders: int = option(2, least=1, most=2)
-    rank: int = option(0, least=0)
     groups_per_layer: list[Any] | None = option(None)
     gate_steepness: float = option(10.0, above=0)
 

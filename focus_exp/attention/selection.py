@@ -65,7 +65,6 @@ class Selection:
     Attributes:
         assignment: `(B, T, K)` float, soft distribution over groups; None without routing.
         query_groups, key_groups: `(B, T, K)` bool, memberships for hard routing; None for soft routing.
-        group: `(B, T)` int, where every token is in one group, the same as query and as key.
         is_dense: the memberships prune no pair, whatever the tokens.
         key_assignment: assignment of a token as key, where it differs from the one as query.
         max_groups: upper bounds on a token's groups as query and as key; None for K.
@@ -74,7 +73,6 @@ class Selection:
     assignment: Tensor | None = None
     query_groups: Tensor | None = None
     key_groups: Tensor | None = None
-    group: Tensor | None = None
     is_dense: bool = False
     key_assignment: Tensor | None = None
     max_groups: tuple[int, int] | None = None
@@ -151,7 +149,7 @@ def fold_heads(selection: Selection, sequence: Sequence) -> tuple[Selection, Seq
         the selection and the sequence of the rows, and G, or 1 where all heads share their groups.
     """
     tensors = {name: x for name, x in vars(selection).items() if isinstance(x, Tensor)}
-    per_head = {name for name, x in tensors.items() if x.ndim == (3 if name == "group" else 4)}
+    per_head = {name for name, x in tensors.items() if x.ndim == 4}
     if not per_head:
         return selection, sequence, 1
     heads = max(tensors[name].shape[1] for name in per_head)
@@ -199,11 +197,8 @@ def select(assignment: Tensor, top_k: int, pair_rule: str) -> Selection:
         pair_rule: "share" keeps a pair if the two top-k sets overlap (eq. 3); "query_topk" if the key's first group is
             among the query's top k, which under balance keeps k/K of the distant pairs.
     """
-    group = assignment.argmax(-1)
-    first = torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, group[..., None], True)
-    if top_k == 1:
-        return Selection(assignment, first, first, group, is_dense=assignment.shape[-1] == 1)
-    query_groups = top_k_groups(assignment, top_k)
+    first = torch.zeros_like(assignment, dtype=torch.bool).scatter_(-1, assignment.argmax(-1, keepdim=True), True)
+    query_groups = first if top_k == 1 else top_k_groups(assignment, top_k)
     key_groups = query_groups if pair_rule == "share" else first
     max_groups = (top_k, top_k if pair_rule == "share" else 1)
     is_dense = is_dense_rule(assignment.shape[-1], top_k, pair_rule)
@@ -340,7 +335,7 @@ def distinct_memberships(selection: Selection) -> Tensor:
     """Return `(n, K)` bool, the distinct memberships that keys have."""
     keys = selection.key_groups
     assert keys is not None
-    if selection.group is not None or (selection.max_groups is not None and selection.max_groups[1] == 1):
+    if selection.max_groups is not None and selection.max_groups[1] == 1:
         return torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)
     return keys.flatten(0, 1).unique(dim=0)
 

@@ -60,8 +60,7 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     """
 
     def token_folder(source: Source) -> Path:
-        caps: list[Any] = [cfg.max_train_tokens, cfg.max_test_tokens]
-        caps += ["split_special_tokens"] if cfg.split_special_tokens else []
+        caps = [cfg.max_train_tokens, cfg.max_test_tokens]
         key = json.dumps([TOKEN_FORMAT, source.identity, hash_tokenizer(tokenizer), caps], sort_keys=True)
         return cache / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
@@ -69,7 +68,7 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
         provenance, read = source.open()
         for split in SPLITS:
             limit = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
-            write_stream(folder, split, read(split), tokenizer, limit, cfg.split_special_tokens)
+            write_stream(folder, split, read(split), tokenizer, limit)
         (folder / "provenance.json").write_text(json.dumps(asdict(provenance)), encoding="utf-8")
 
     source = find_source(cfg, assets, cache)

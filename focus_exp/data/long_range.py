@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from focus_exp.assets import BOOKS, build_once
+from focus_exp.assets import build_once
 from focus_exp.data.books import EMBEDDED
 from focus_exp.errors import UserError
 
@@ -28,7 +28,6 @@ ITEMS = 100
 SEED = 0
 WINDOWS = 3  # words of a passage per word of distance: four windows of tokens, at 4/3 tokens a word
 ROOM = 64  # words of a passage beyond the distance, for what is asked
-MANIFEST = "suite.json"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CHOICES = 4
 CONTINUATION_WORDS = 24
@@ -199,6 +198,11 @@ TASKS: dict[str, Callable[[list[Book], Shape, Draws], Iterator[Item]]] = {
 }
 
 
+def is_long_range(task: str) -> bool:
+    """Return whether a name, maybe with @<words>, is of the suite."""
+    return task.partition("@")[0] in TASKS
+
+
 @dataclass(frozen=True)
 class Suite:
     """A folder with a .jsonl file per task; `digest` (sha256) names it."""
@@ -228,19 +232,13 @@ def build_suite(cache: Path, window: int, words: int | None = None) -> Suite:
     shape = Shape(window, words)
     files = make_files([book for book in books if len(book) >= words + ROOM], shape)
     digest = hashlib.sha256(b"".join(name.encode() + content for name, content in sorted(files.items()))).hexdigest()
-    manifest = {
-        "sha256": digest, "window": window, "words": words, "items": ITEMS, "seed": SEED,
-        "text": f"{BOOKS.name} {BOOKS.version}, test split", "licence": EMBEDDED["books"].licence,
-    }  # fmt: skip
 
     def write(folder: Path) -> None:
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
-    return Suite(
-        build_once(cache / "long_range" / f"window={window}-words={words}-{digest[:16]}", write), digest, shape
-    )
+    folder = cache / "long_range" / f"window={window}-words={words}-{digest[:16]}"
+    return Suite(build_once(folder, write), digest, shape)
 
 
 def make_files(books: list[Book], shape: Shape) -> dict[str, bytes]:

@@ -7,9 +7,8 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,19 +68,15 @@ def write_stream(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
-    split_special_tokens: bool = False,
 ) -> None:
-    """Tokenize `documents` into `folder`, up to `limit` tokens.
-
-    split_special_tokens: as in transformers: the string of a special token becomes ordinary tokens.
-    """
+    """Tokenize `documents` into `folder`, up to `limit` tokens."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no end-of-text token to put between documents. Set eos_token in its config.")
     names: list[str] = []
     starts, total = [0], 0
     progress = ProgressBar(total=limit, desc=f"tokenizing {split}", unit="token", unit_scale=True, delay=2)
     with progress, (folder / f"{split}.bin").open("wb") as file:
-        for name, ids in tokenize(documents, tokenizer, split_special_tokens):
+        for name, ids in tokenize(documents, tokenizer):
             ids = ids if limit is None else ids[: limit - total]
             file.write(np.asarray(ids, dtype=np.int32).tobytes())  # tofile hides the reason of a failed write
             names.append(name)
@@ -96,14 +91,12 @@ def write_stream(
     (folder / f"{split}.documents.json").write_text(json.dumps(names), encoding="utf-8")
 
 
-def tokenize(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, split_special_tokens: bool
-) -> Iterator[tuple[str, list[int]]]:
+def tokenize(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
     """Yield name and token ids of each document that is not blank, with eos."""
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     texts = (document for document in documents if document[1].strip())
     while batch := list(islice(texts, BATCH)):
-        encoded = tokenizer([text for _, text in batch], split_special_tokens=split_special_tokens, **options)
+        encoded = tokenizer([text for _, text in batch], **options)
         for (name, _), ids in zip(batch, encoded["input_ids"], strict=True):
             yield name, [*ids, tokenizer.eos_token_id]
 
@@ -121,12 +114,9 @@ def read_stream(folder: Path, split: str, name: str) -> TokenStream:
 class SequenceDataset(Dataset):
     """Sequences of `seq_len` tokens from a stream; shorter tails are dropped.
 
-    An item has input_ids and document_ids, int64 `[seq_len]`, and scored_from: the index of the first token to score.
-    All tokens of a document's first sequence are scored (except one that nothing predicts); of later overlapping
-    sequences those that the one before did not score.
+    An item has input_ids, int64 `[seq_len]`.
 
     Args:
-        stride: distance in tokens, without bos; default: disjoint.
         bos: token that every sequence starts with, in place of one token of text.
         cross_documents: whether a sequence may span documents.
 
@@ -139,22 +129,14 @@ class SequenceDataset(Dataset):
         stream: TokenStream,
         seq_len: int,
         *,
-        stride: int | None = None,
         bos: int | None = None,
         cross_documents: bool,
     ):
         self.stream, self.seq_len, self.bos = stream, seq_len, bos
         self.length = seq_len - (bos is not None)
-        stride = self.length if stride is None else stride
-        if self.length < 1 or not 1 <= stride <= self.length:
-            raise UserError(f"eval.stride must be 1 to {self.length} for {seq_len} tokens (got {stride}).")
-        self.scored_later = max(1, seq_len - stride)
         edges = np.asarray([0, len(stream)]) if cross_documents else stream.starts
-        counts = np.maximum(0, (np.diff(edges) - self.length) // stride + 1)
-        firsts = np.repeat(np.cumsum(counts) - counts, counts)
-        index_in_span = np.arange(len(firsts)) - firsts
-        self.is_first = index_in_span == 0
-        self.starts = np.repeat(edges[:-1], counts) + index_in_span * stride
+        starts = [start for begin, end in pairwise(edges) for start in range(begin, end - self.length + 1, self.length)]
+        self.starts = np.array(starts, dtype=np.int64)
         self.document = np.searchsorted(stream.starts, self.starts, side="right") - 1  # in which each starts
         if not len(self.starts):
             what = "do not fill" if cross_documents else "have no document that fills"
@@ -204,16 +186,9 @@ class SequenceDataset(Dataset):
         chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count]
         return [self[int(i)]["input_ids"] for i in chosen]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = int(self.starts[index])
-        positions = np.arange(start, start + self.length)
         tokens = np.asarray(self.stream.tokens[start : start + self.length], dtype=np.int64)
-        documents = np.searchsorted(self.stream.starts, positions, side="right") - 1
         if self.bos is not None:
             tokens = np.concatenate([[self.bos], tokens])
-            documents = np.concatenate([documents[:1], documents])
-        return {
-            "input_ids": torch.from_numpy(tokens),
-            "document_ids": torch.from_numpy(documents),
-            "scored_from": 1 if self.is_first[index] else self.scored_later,
-        }
+        return {"input_ids": torch.from_numpy(tokens)}

@@ -23,7 +23,6 @@ from focus_exp.errors import UserError, first_line
 STDIN = Path("-")
 PACKAGE_PREFIX = "package:"
 TEXT_SUFFIXES, ROW_SUFFIXES, UNREADABLE_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".json", ".csv")
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
 HELD_OUT = 20  # one document in 20 is for validation, one for test
 
 
@@ -234,17 +233,16 @@ def check_text(path: Path, data: bytes) -> None:
             f"{path}: {path.suffix} is not read. Write a .jsonl file, an object a line with the text under "
             f"data.text_column, or {leave_out}."
         )
-    if data.startswith(UTF16):
-        raise UserError(f"{path}: must be UTF-8 (got UTF-16). Convert it (iconv -f utf-16 -t utf-8).")
-    if (index := data.find(b"\0")) >= 0:
-        raise UserError(f"{path}: must be text (byte {index} is NUL). Convert it, or {leave_out}.")
+    index = data.find(b"\0")
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
+        index = error.start
+    if index >= 0:
         raise UserError(
-            f"{path}: not UTF-8 at byte {error.start} (0x{data[error.start]:02x}).\n"
-            f"Convert it (iconv -f latin1 -t utf-8), or {leave_out}."
-        ) from None
+            f"{path}: must be UTF-8 text (got 0x{data[index]:02x} at byte {index}). Convert it (iconv -f <encoding> "
+            f"-t utf-8), or {leave_out}."
+        )
 
 
 def read_split(texts: list[TextFile], split: str, column: str = "text") -> Iterator[tuple[str, str]]:

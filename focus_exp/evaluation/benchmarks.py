@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
+from focus_exp.data.long_range import is_long_range
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import (
     BASE,
@@ -35,8 +36,7 @@ from focus_exp.evaluation.controls import (
     trained_variant,
     window_only,
 )
-from focus_exp.evaluation.perplexity import PairCounter, score
-from focus_exp.evaluation.statistics import sequence_means, sequence_sums
+from focus_exp.evaluation.perplexity import score, sequence_means
 from focus_exp.models.methods import swap_methods
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
@@ -56,31 +56,6 @@ PERPLEXITY = "perplexity"
 FRACTIONS = ("acc", "exact_match", "em", "f1")  # metrics that are fractions of the items
 PRIMARY = ("acc_norm", "acc")  # shown first
 SAMPLES, RESULT = "samples.jsonl", "result.json"
-
-
-@dataclass
-class RequestStats:
-    """Requests of a task, and the pairs that the mask pruned on them.
-
-    A request is one input of the model; continuations that share it are one request. A generation counts as its prompt
-    and the generated tokens that were read, in a pass of its own: cached steps never show all pairs of a query at once.
-    """
-
-    requests: int = 0
-    truncated: int = 0
-    pairs: PairCounter = field(default_factory=PairCounter)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the statistics by the name of their metric."""
-        total, distant, _ = self.pairs.totals
-        return {
-            "requests": self.requests,
-            "truncated_requests": self.truncated,
-            "distant_fraction": distant / total if total else None,
-            "distant_density": self.pairs.distant_density,
-            "sparsity": self.pairs.sparsity,
-            "largest_group_fraction": self.pairs.largest_group,
-        }
 
 
 @dataclass
@@ -136,13 +111,15 @@ class TaskResult:
     """Result of a task under one variant.
 
     samples: items with their `scores`; sequences also have an `offset` in their document and scored `tokens`.
-    stats: by `RequestStats.summary`. group_fractions: tokens in each group [layers][K].
+    requests: inputs of the model, whose pairs are counted. group_fractions: tokens in each group [layers][K].
     key: precision and weights that the result depends on.
     """
 
     metrics: list[Metric]
     samples: list[dict[str, Any]]
-    stats: dict[str, Any]
+    requests: int
+    sparsity: float
+    distant_density: float
     group_fractions: list[list[float]]
     version: str = ""
     shots: int | None = None
@@ -168,7 +145,7 @@ class TaskResult:
         changes = [self.change(metric, base) for metric in self.metrics]
         primary = min(self.metrics, key=lambda metric: metric.rank, default=None)
         ranked = sorted(zip(self.metrics, changes, strict=True), key=lambda pair: deciding_rank(*pair))
-        density = variant.density(self.stats["sparsity"])
+        density = variant.density(self.sparsity)
         for metric, change in zip(self.metrics, changes, strict=True):
             documents = [document for document, _, _ in metric.scores(self.samples)]
             common: dict[str, Any] = {
@@ -198,20 +175,15 @@ class TaskResult:
 
     def request_measurements(self, variant: Variant, task: str, density: float | None) -> Iterator[Measurement]:
         """Yield what the mask did on the requests of a task."""
-        stats = self.stats
         for metric, value, unit in (
-            ("requests", stats["requests"], ""),
-            ("truncated_requests", stats["truncated_requests"], ""),
-            ("distant_fraction", stats["distant_fraction"], "fraction"),
-            ("distant_density", stats["distant_density"], "fraction"),
-            ("largest_group_fraction", variant.group_fraction(stats["largest_group_fraction"]), "fraction"),
+            ("requests", self.requests, ""),
+            ("distant_density", self.distant_density, "fraction"),
             ("eval_seconds", self.seconds, "s"),
         ):
-            if value is not None:
-                yield Measurement(
-                    variant=variant.name, metric=f"{metric}:{task}", value=value, unit=unit, density=density,
-                    settings={"task": task},
-                )  # fmt: skip
+            yield Measurement(
+                variant=variant.name, metric=f"{metric}:{task}", value=value, unit=unit, density=density,
+                settings={"task": task},
+            )  # fmt: skip
 
 
 class Change(NamedTuple):
@@ -302,8 +274,7 @@ class BenchmarkEvaluator:
 
     def __post_init__(self) -> None:
         self.bases: dict[str, TaskResult] = {}
-        self.runners: dict[str, Callable[[str], TaskResult]] = {}  # called with a label for the progress bar
-        self.missing: set[str] = set()
+        self.loaded: dict[str, Any] = {}  # tasks of lm-eval, and where their items came from
         if named := [task for task in self.config.eval.tasks if not is_perplexity(task)]:
             from focus_exp.evaluation.lm_eval_harness import check_names
 
@@ -318,9 +289,9 @@ class BenchmarkEvaluator:
                     self.bases[task] = result
 
     def measure_attached(self) -> None:
-        """Score what was trained and what is attached, with the controls of a router."""
+        """Score what was trained and what is attached, with the controls of a router, on what the base could run."""
         attention, recipe = self.config.attention, self.config.recipe
-        for task in self.config.eval.tasks:
+        for task in self.bases:
             if recipe.trains("lora") or recipe.trains("all"):
                 with full_attention(self.model):
                     self.add(trained_variant(self.model, self.config), task)
@@ -351,8 +322,6 @@ class BenchmarkEvaluator:
 
     def add(self, variant: Variant, task: str) -> TaskResult | None:
         """Run a task under a variant, or read its result; a failure becomes its error."""
-        if task in self.missing:
-            return None
         folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
         folder, key = folder / slug(variant.name) / slug(task), f"{self.precision.name} {self.weights}"
         result = read_result(folder, key)
@@ -374,49 +343,50 @@ class BenchmarkEvaluator:
         return result
 
     def run(self, variant: Variant, task: str) -> TaskResult | None:
+        """Run a task as the model is now; None if it failed, whose error is a measurement."""
+        start, label = time.perf_counter(), f"{task}, {variant.name}"
         try:
-            runner = self.runners.get(task) or self.load(task)
-        except UserError as error:
-            self.missing.add(task)
-            self.fail(Variant(name=BASE, kind="missing"), task, first_line(error))
-            log.warning("not measured: %s: %s", task, first_line(error))
-            return None
-        self.runners[task] = runner
-        start = time.perf_counter()
-        try:
-            result = runner(f"{task}, {variant.name}")
+            result = self.run_perplexity(task, label) if is_perplexity(task) else self.run_lm_eval(task, label)
         except Exception as error:  # whatever a task's own code raises, the other tasks run
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            self.fail(variant, task, f"{kind}{first_line(error)}")
-            log.error("%s under %s failed: %s%s", task, variant.name, kind, first_line(error))
+            settings = variant.settings | {"task": task, "error": f"{kind}{first_line(error)}"}
+            self.measurements.append(
+                Measurement(variant=variant.name, metric=f"score:{task}", value=None, settings=settings)
+            )
+            log.error("%s under %s failed: %s", task, variant.name, settings["error"])
             return None
         return replace(result, seconds=time.perf_counter() - start)
 
-    def fail(self, variant: Variant, task: str, error: str) -> None:
-        settings = variant.settings | {"task": task, "error": error}
-        self.measurements.append(
-            Measurement(variant=variant.name, metric=f"score:{task}", value=None, settings=settings)
-        )
-
-    def load(self, task: str) -> Callable[[str], TaskResult]:
-        """Return what runs `task`; UserError where it cannot be run."""
-        settings = self.config.eval
-        if is_perplexity(task):
-            blocks, indices = self.cut_sequences(int(task.partition("@")[2]))
-            return lambda label: run_perplexity(self.model, blocks, indices, self.precision, label)
+    def run_lm_eval(self, task: str, label: str) -> TaskResult:
+        """Run a task of lm-eval or of the long-range suite, loaded the first time."""
         from focus_exp.evaluation.lm_eval_harness import load_task, run_task
 
-        loaded = load_task(task, self.config, cache_root(self.config.cache_dir))
-        limit = (loaded.is_long_range and settings.long_range_limit) or settings.limit
+        settings = self.config.eval
+        if task not in self.loaded:
+            self.loaded[task] = load_task(task, self.config, cache_root(self.config.cache_dir))
+        tasks, source = self.loaded[task]
+        limit = (is_long_range(task) and settings.long_range_limit) or settings.limit
+        result = run_task(self.lm, task, tasks, label=label, shots=settings.num_fewshot, limit=limit)
+        return replace(result, source=source)
 
-        def run(label: str) -> TaskResult:
-            result = run_task(
-                self.lm, task, loaded.tasks, label=label,
-                shots=settings.num_fewshot, limit=limit, bootstrap=settings.bootstrap_samples,
-            )  # fmt: skip
-            return replace(result, source=loaded.source)
-
-        return run
+    def run_perplexity(self, task: str, label: str) -> TaskResult:
+        """Return the perplexity of sequences; standard error by the delta method."""
+        blocks, indices = self.cut_sequences(int(task.partition("@")[2]))
+        scores = score(self.model, blocks, indices, 1, self.precision, label)
+        losses, places, tokens = sequence_means(scores.nll), blocks.locate(indices), blocks.seq_len - 1
+        samples = [
+            {"document": document, "offset": offset, "tokens": tokens, "filter": NO_FILTER, "scores": {PERPLEXITY: ll}}
+            for (document, offset), ll in zip(places, (-losses).tolist(), strict=True)
+        ]
+        mean = estimate(losses, documents=[document for document, _ in places])
+        value = math.exp(mean.value)
+        stderr = None if mean.stderr is None else value * mean.stderr
+        metric = Metric(PERPLEXITY, NO_FILTER, value, stderr, higher_is_better=False)
+        pairs = scores.pairs
+        return TaskResult(
+            [metric], samples, len(indices), pairs.sparsity, pairs.distant_density, pairs.group_fractions,
+            source=blocks.stream.name,
+        )  # fmt: skip
 
     def cut_sequences(self, length: int) -> tuple[SequenceDataset, list[int]]:
         """Cut the held-out text into sequences of `length`; as many tokens at any length.
@@ -439,29 +409,9 @@ class BenchmarkEvaluator:
         from focus_exp.evaluation.lm_eval_harness import MaskedLM
 
         return MaskedLM(
-            self.model, self.tokenizer, batch_size=self.config.eval.request_batch_size, precision=self.precision,
-            allow_truncation=self.config.eval.allow_truncation,
-        )  # fmt: skip
+            self.model, self.tokenizer, batch_size=self.config.eval.request_batch_size, precision=self.precision
+        )
 
 
 def is_perplexity(task: str) -> bool:
     return task.partition("@")[0] == PERPLEXITY
-
-
-def run_perplexity(
-    model: PreTrainedModel, blocks: SequenceDataset, indices: list[int], precision: Precision, label: str
-) -> TaskResult:
-    """Return the perplexity of sequences; standard error by the delta method."""
-    scores = score(model, blocks, indices, 1, precision, label)
-    losses, counts = sequence_means(scores.nll), sequence_sums(scores.nll)[1].tolist()
-    places = blocks.locate(indices)
-    samples = [
-        {"document": document, "offset": offset, "tokens": n, "filter": NO_FILTER, "scores": {PERPLEXITY: -loss}}
-        for (document, offset), n, loss in zip(places, counts, losses.tolist(), strict=True)
-    ]
-    mean = estimate(losses, counts, [document for document, _ in places])
-    value = math.exp(mean.value)
-    stderr = None if mean.stderr is None else value * mean.stderr
-    metric = Metric(PERPLEXITY, NO_FILTER, value, stderr, higher_is_better=False)
-    stats = RequestStats(len(indices), pairs=scores.pairs)
-    return TaskResult([metric], samples, stats.summary(), stats.pairs.group_fractions, source=blocks.stream.name)

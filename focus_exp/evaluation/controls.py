@@ -21,7 +21,7 @@ BASE, SOFT = "base", "focus_soft"
 WINDOW_ONLY, WIDE_WINDOW = "window_only", "window_density_matched"
 RANDOM_GROUPS = "random_size_matched"
 COUNTERPART = "causal_counterpart"
-Kind = Literal["base", "trained", "soft", "hard", "causal_counterpart", "control", "missing"]  # in the order of a table
+Kind = Literal["base", "trained", "soft", "hard", "causal_counterpart", "control"]  # in the order of a table
 
 
 @dataclass(kw_only=True)

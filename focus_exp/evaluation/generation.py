@@ -118,16 +118,13 @@ class Generation:
         if kind == "hard":
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=getattr(self.config.attention, "pair_rule", None))
         settings, model = self.config.generate, self.model
-        sampling = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.do_sample else {}
-        torch.manual_seed(self.config.seed + number)  # equal draws under every attention
         model.generation_config = GenerationConfig()  # a model's own could penalize repetitions, unrecorded
         start = time.perf_counter()
         try:
             with disable_method(model) if kind == "base" else nullcontext(), self.precision.context():
                 output: Any = model.generate(  # type: ignore[operator]
                     input_ids=prompt[None].to(model.device), max_new_tokens=settings.new_tokens,
-                    do_sample=settings.do_sample, use_cache=True, return_dict_in_generate=True, eos_token_id=None,
-                    pad_token_id=0, **sampling,
+                    do_sample=False, use_cache=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
                 )  # fmt: skip
         except (RuntimeError, UserError) as error:
             row = self.make_row(number, prompt, [], name, kind)
@@ -141,7 +138,7 @@ class Generation:
         if kind == "base":
             self.greedy[number] = new
         elif full := self.greedy.get(number):  # none where full attention failed
-            row.agreeing = common_prefix(new, full)
+            row.agreeing = int(np.cumprod(np.equal(new, full)).sum())  # before the first that differs
         return row
 
     def make_row(self, number: int, prompt: Tensor, new: list[int], name: str, kind: Any) -> Continuation:
@@ -158,12 +155,6 @@ class Generation:
         with disable_method(self.model), self.precision.context():
             logits = self.model(input_ids=tokens, use_cache=False, logits_to_keep=len(new) + 1).logits[0, :-1]
         return float(F.cross_entropy(logits.float(), tokens[0, -len(new) :]))
-
-
-def common_prefix(tokens: list[int], others: list[int]) -> int:
-    """Return how many tokens are equal before the first that is not."""
-    pairs = zip(tokens, others, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
 
 
 def measure_cache(cache: Any) -> tuple[float | None, int | None]:

@@ -33,7 +33,6 @@ from focus_exp.evaluation.groups_passage import (
     write_passage,
 )
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.evaluation.statistics import sequence_means, sequence_sums
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.methods import (
@@ -58,41 +57,35 @@ STANDARDIZATION = ("mean", "scale")  # of the tokens, as two encoders see them
 
 @dataclass
 class Observation:
-    """Routing of sequences by one router.
+    """Routing of sequences by one router; arrays are (sequences, T).
 
-    groups: int16 (groupings, sequences, T), each token's first group as a key. confidence: float32, the largest entry
-    of its assignment. nll: float32 (sequences, T) in nats, NaN for the first token. The base has no groupings.
+    groups: each token's first group as a key. confidence: the largest entry of its assignment. nll: in nats, NaN for
+    the first token. The base has no groups.
     """
 
-    groups: np.ndarray
-    confidence: np.ndarray
+    groups: dict[Grouping, np.ndarray]
+    confidence: dict[Grouping, np.ndarray]
     nll: np.ndarray
-    groupings: list[Grouping]
-
-    def select(self, grouping: Grouping) -> tuple[np.ndarray, np.ndarray]:
-        """Return groups and confidence (sequences, T) of one grouping."""
-        index = self.groupings.index(grouping)
-        return self.groups[index], self.confidence[index]
 
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, sequences: list[Tensor], precision: Precision, label: str) -> Observation:
     """Run sequences (T,) through the model as it is now."""
     groups: dict[Grouping, list[Tensor]] = {}
+    confidence: dict[Grouping, list[Tensor]] = {}
     losses = []
 
     def store(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
         for grouping, rows in split_heads(layer, selection).items():
-            confidence, group = rows.effective_key_assignment[0].max(-1)
-            groups.setdefault(grouping, []).append(torch.stack([group, confidence]).cpu())
+            largest, group = rows.effective_key_assignment[0].max(-1)
+            groups.setdefault(grouping, []).append(group.cpu())
+            confidence.setdefault(grouping, []).append(largest.float().cpu())
 
     with precision.context(), observe_selections(model, store):
         for tokens in ProgressBar(sequences, desc=f"{label:<28}", unit="sequence"):
             losses.append(token_losses(model, tokens[None].to(model.device))[0].cpu())
-    nll = torch.stack(losses).numpy()
-    nll[:, 0] = np.nan
-    values = torch.stack([torch.stack(rows) for rows in groups.values()]) if groups else torch.zeros(0, 0, 2, 0)
-    return Observation(values[:, :, 0].to(torch.int16).numpy(), values[:, :, 1].float().numpy(), nll, list(groups))
+    stacked = [{key: torch.stack(rows).numpy() for key, rows in x.items()} for x in (groups, confidence)]
+    return Observation(stacked[0], stacked[1], torch.stack(losses).numpy())
 
 
 @dataclass
@@ -134,14 +127,13 @@ class GroupAnalysis:
         settings = self.config.analyze
         self.use_hard_routing()
         trained = self.observe("trained router")
-        if not trained.groupings:
+        if not trained.groups:
             budget = get_attachment(self.model).options["groups_per_layer"]
             raise UserError(
                 f"attention.groups_per_layer must leave a layer with groups (got {budget}). Raise it in one layer."
             )
         base = self.observe_base()
         middle = len(self.indices) // 2
-        item = self.blocks[self.indices[middle]]
         tokens = self.sequences[middle][: settings.passage_tokens]
         routed = route_passage(self.model, tokens, self.precision)
         passage = read_passage(self.tokenizer, tokens.tolist())
@@ -151,7 +143,7 @@ class GroupAnalysis:
         fractions = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
         facts: dict[str, Any] = {
             "tokens": len(self.labels), "windows": len(self.sequences), "passage_tokens": len(tokens),
-            "passage_from": self.blocks.stream.documents[int(item["document_ids"][0])], "tagger": TAGGER,
+            "passage_from": self.blocks.locate(self.indices)[middle][0], "tagger": TAGGER,
             "others": [adapter_name(folder) for folder in settings.others],
         }  # fmt: skip
         return [
@@ -161,7 +153,7 @@ class GroupAnalysis:
                 for name, fraction in zip(CLASSES, fractions, strict=True)
                 if fraction
             ),
-            *(m for grouping in trained.groupings for m in self.describe_layer(grouping, trained, untrained, others)),
+            *(m for grouping in trained.groups for m in self.describe_layer(grouping, trained, untrained, others)),
             *describe_passage(routed, passage, settings.pairs),
             *self.class_costs(base.nll, trained.nll),
         ]
@@ -213,10 +205,9 @@ class GroupAnalysis:
     ) -> Iterator[Measurement]:
         """Yield a layer's groups, and how they go with classes and other routers."""
         make: Callable[..., Measurement] = partial(make_measurement, **grouping._asdict())
-        groups, confidence = map(self.flatten, trained.select(grouping))
-        random = self.flatten(untrained.select(grouping)[0])
+        groups, random = (self.flatten(router.groups[grouping]) for router in (trained, untrained))
         chance = np.random.default_rng(self.config.seed).permutation(groups)  # groups of equal sizes
-        yield make("layer_confidence", float(confidence.mean()))
+        yield make("layer_confidence", float(self.flatten(trained.confidence[grouping]).mean()))
         for number in range(self.routing.groups):
             members = groups == number
             counts = np.bincount(self.labels[members], minlength=len(CLASSES))
@@ -227,7 +218,7 @@ class GroupAnalysis:
         for router, labels in (("trained", groups), ("untrained", random), ("chance", chance)):
             for metric, value in compare_labels(labels, self.labels).items():
                 yield make(metric, value, router=router)
-        seeds = [self.flatten(other.select(grouping)[0]) for other in others if grouping in other.groupings]
+        seeds = [self.flatten(other.groups[grouping]) for other in others if grouping in other.groups]
         compared = {f"trained_{n}": labels for n, labels in enumerate(seeds)} | {"untrained": random, "chance": chance}
         for router, labels in compared.items():
             yield make("router_agreement", float(adjusted_mutual_info_score(labels, groups)), "ami", router=router)
@@ -237,14 +228,14 @@ class GroupAnalysis:
         # only from there on does a query have distant keys
         beyond = np.arange(full.shape[1]) > self.routing.window + self.routing.sinks
         for number, name in [(None, "all"), *enumerate(CLASSES)]:
-            chosen = beyond & ((self.classes == number) if number is not None else True)
-            nll_full, nll_hard = (np.where(chosen, nll, np.nan) for nll in (full, hard))
-            sums, counts = sequence_sums(nll_full)
+            chosen = np.broadcast_to(beyond & ((self.classes == number) if number is not None else True), full.shape)
+            counts = chosen.sum(axis=1)
             if not counts.all():
                 continue
-            change = estimate(sequence_means(nll_hard) - sequence_means(nll_full), counts, self.scored.documents)
+            means = [np.mean(nll, axis=1, where=chosen, dtype=np.float64) for nll in (full, hard)]
+            change = estimate(means[1] - means[0], counts, self.scored.documents)
             low, high = change.bounds
-            nll = float(sums.sum() / counts.sum())
+            nll = float(np.mean(full, where=chosen, dtype=np.float64))
             common: dict[str, Any] = {"unit": "nats", "n": int(counts.sum()), "settings": {"word_class": name}}
             yield Measurement(variant="base", metric="class_nll", value=nll, **common)
             yield Measurement(variant=HARD, metric="class_nll", value=nll + change.value, **common)

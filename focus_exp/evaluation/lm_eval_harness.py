@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
@@ -10,9 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +20,25 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import hub_reachable, uses_embedded
 from focus_exp.config import Config
 from focus_exp.data import find_bos
 from focus_exp.data.embedded_benchmarks import describe_source, load_benchmark
-from focus_exp.data.long_range import TASKS, build_suite, task_config
+from focus_exp.data.long_range import TASKS, build_suite, is_long_range, task_config
 from focus_exp.errors import UserError, first_line
-from focus_exp.evaluation.benchmarks import Metric, RequestStats, TaskResult
+from focus_exp.evaluation.benchmarks import Metric, TaskResult
+from focus_exp.evaluation.perplexity import PairCounter
 from focus_exp.models.hf_cache import cache_unsupported_reason
 from focus_exp.models.methods import active_methods, observe_selections, pause_observers
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
+BOOTSTRAP_SAMPLES = 1000  # for the standard errors of metrics that are not means
 END_OF_TEXT = "<|endoftext|>"
 
 os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else lm-eval resamples in forks of a process that holds a model
@@ -62,35 +61,28 @@ class MaskedLM(HFLM):
     """lm-eval's wrapper of a transformers model, padding masked, pairs counted.
 
     lm-eval pads without an attention mask, so that a router that balances groups over the sequence would count the
-    padding as tokens. Here a score does not depend on the batch.
+    padding as tokens. Here a score does not depend on the batch, and no request is truncated.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        batch_size: int,
-        precision: Precision,
-        allow_truncation: bool = False,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, precision: Precision
     ) -> None:
         first = find_bos(tokenizer)
         super().__init__(
             pretrained=model,
             backend="causal",
-            tokenizer=drop_eos_template(tokenizer),
+            tokenizer=tokenizer,
             batch_size=batch_size,
-            softmax_dtype="float32",
             # before a text without context: the tokenizer's own first token, or what ends the text before it
             prefix_token_id=tokenizer.get_vocab().get(END_OF_TEXT, tokenizer.eos_token_id) if first is None else first,
         )
+        self.appends_eos = tokenizer("probe")["input_ids"][-1] == tokenizer.eos_token_id
         self.precision = precision
-        self.allow_truncation = allow_truncation
         self.label = ""
-        self.stats = RequestStats()
-        self.row_lengths: list[int] = []  # tokens in each row of the batch that `_model_call` gets
-        self.continuation = 1  # tokens that each row is asked about
+        self.requests = 0  # inputs of the model: continuations that share one are one request
+        self.pairs = PairCounter()
 
+    @torch.no_grad()
     def _loglikelihood_tokens(
         self,
         requests: list[tuple[Any, list[int], list[int]]],
@@ -98,53 +90,54 @@ class MaskedLM(HFLM):
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood, and whether it is greedy."""
-        by_input: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        by_input: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
-            by_input[len(continuation), tuple(context + continuation)[:-1]].append(index)
+            by_input[tuple(context + continuation)[:-1]].append(index)
+        inputs = sorted(by_input, key=len, reverse=True)
+        self.check_length(max(map(len, inputs), default=0), self.max_length)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        inputs = sorted(by_input, key=lambda key: (key[0], len(key[1])), reverse=True)
         progress = ProgressBar(total=len(inputs), desc=f"{self.label:<28}", unit="request", disable=disable_tqdm)
-        # one length of continuation at a time: lm-eval gives all continuations of an input the logits of the first
-        for self.continuation, group in groupby(inputs, key=lambda key: key[0]):
-            if self.continuation > self.max_length:
-                raise UserError(
-                    f"a continuation must be <= {self.max_length} tokens, the positions of the model "
-                    f"(got {self.continuation}). Leave the task out of eval.tasks."
-                )
-            keys = list(group)
-            for begin in range(0, len(keys), self.batch_size):
-                batch = keys[begin : begin + self.batch_size]
-                self.row_lengths = [self.fit_length(len(tokens), self.max_length) for _, tokens in batch]
-                indices = [index for key in batch for index in by_input[key]]
-                batch_answers = super()._loglikelihood_tokens([requests[i] for i in indices], disable_tqdm=True)
-                for index, answer in zip(indices, batch_answers, strict=True):
-                    answers[index] = answer
-                progress.update(len(batch))
+        for begin in range(0, len(inputs), self.batch_size):
+            batch = inputs[begin : begin + self.batch_size]
+            width = len(batch[0])
+            last = width - min(len(tokens) - len(requests[i][2]) for tokens in batch for i in by_input[tokens])
+            for tokens, logits in zip(batch, self.last_logits(batch, last), strict=True):
+                log_probabilities = logits[: last - width + len(tokens)].float().log_softmax(-1)
+                for index in by_input[tokens]:
+                    target = torch.tensor(requests[index][2], device=logits.device)
+                    rows = log_probabilities[-len(target) :]
+                    total = float(rows.gather(1, target[:, None]).sum())
+                    answers[index] = total, bool((rows.argmax(-1) == target).all())
+            progress.update(len(batch))
         progress.close()
         if not all(math.isfinite(total) for total, _ in answers):
             raise RuntimeError("a log-likelihood is not finite")
         return answers
 
-    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Return the last logits (B, n, V), with each continuation, of `inps` (B, T)."""
-        lengths = torch.tensor(self.row_lengths, device=inps.device)
-        self.stats.requests += len(self.row_lengths)
-        mask = torch.arange(inps.shape[1], device=inps.device) < lengths[:, None]
-        last = inps.shape[1] - min(self.row_lengths) + self.continuation
-        with torch.no_grad(), self.precision.context():
-            output = self.model(input_ids=inps, attention_mask=mask.long(), logits_to_keep=last, use_cache=False)
-        return output.logits[:, -last:]  # some models return all
+    def last_logits(self, batch: list[tuple[int, ...]], last: int) -> Tensor:
+        """Return the last logits (B, n, V) of inputs, padded on the right."""
+        ids, mask = (
+            pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
+            for rows in (batch, [[1] * len(tokens) for tokens in batch])
+        )
+        self.requests += len(batch)
+        with self.precision.context():
+            output = self.model(input_ids=ids, attention_mask=mask, logits_to_keep=last, use_cache=False)
+        logits: Tensor = output.logits[:, -last:]  # some models return all
+        return logits
 
-    def fit_length(self, length: int, limit: int) -> int:
-        """Return the tokens of a request that fit; UserError for unwanted truncation."""
-        if length > limit:
-            if not self.allow_truncation:
-                raise UserError(
-                    f"a request must be <= {limit} tokens (got {length}). Set eval.allow_truncation=true, or leave the "
-                    "task out of eval.tasks."
-                )
-            self.stats.truncated += 1
-        return min(length, limit)
+    def check_length(self, longest: int, limit: int) -> None:
+        """Raise UserError for a request that lm-eval would truncate."""
+        if longest > limit:
+            raise UserError(
+                f"a request must be <= {limit} tokens (got {longest}). Lower eval.num_fewshot, or leave the task "
+                "out of eval.tasks."
+            )
+
+    def tok_encode(self, string: str, *args: Any, **options: Any) -> list[int]:
+        """Return token ids without an end-of-text token, which some tokenizers append: the answer follows."""
+        ids: list[int] = super().tok_encode(string, *args, **options)
+        return ids[:-1] if self.appends_eos and ids[-1] == self.tokenizer.eos_token_id else ids
 
     def tok_batch_encode(
         self,
@@ -154,15 +147,19 @@ class MaskedLM(HFLM):
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return token ids and mask (B, T) of prompts to continue, padded on the left."""
-        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
-        width = max(self.fit_length(length, left_truncate_len or length) for length in mask.sum(1).tolist())
-        return ids[:, -width:], mask[:, -width:]
+        prompts = [self.tok_encode(string) for string in strings]
+        self.check_length(max(map(len, prompts)), left_truncate_len or self.max_length)
+        batch = self.tokenizer.pad({"input_ids": prompts}, padding_side=padding_side, return_tensors="pt")
+        return batch["input_ids"], batch["attention_mask"]
 
     @torch.no_grad()
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
     ) -> Tensor:
-        """Generate, greedily by default, with a KV cache where the method has one."""
+        """Generate, greedily by default, with a KV cache where the method has one.
+
+        Pairs are counted on the prompts alone, in another pass: cached steps never show all pairs of a query at once.
+        """
         if not options.setdefault("do_sample", False):
             options.pop("temperature", None)
         with pause_observers(self.model), self.precision.context():
@@ -175,50 +172,22 @@ class MaskedLM(HFLM):
                 use_cache=cache_unsupported_reason(active_methods(self.model).values()) is None,
                 **options,
             )
-        for prompt, mask, tokens in zip(context, attention_mask, output[:, context.shape[1] :].tolist(), strict=True):
-            read = [*prompt[mask.bool()].tolist(), *self.drop_unread(tokens, stop)]
-            self.stats.requests += 1
+        for prompt, mask in zip(context, attention_mask.bool(), strict=True):
+            self.requests += 1
             if active_methods(self.model):
                 with self.precision.context():
-                    self.model(input_ids=torch.tensor([read], device=self.device), use_cache=False, logits_to_keep=1)
+                    self.model(input_ids=prompt[mask][None], use_cache=False, logits_to_keep=1)
         return output
-
-    def drop_unread(self, tokens: list[int], stop: list[str]) -> list[int]:
-        """Return the tokens before the one that ended a continuation, which nothing read."""
-        eos = self.model.generation_config.eos_token_id
-        ends = {self.tokenizer.pad_token_id, *(eos if isinstance(eos, list) else [eos])}
-        for index, token in enumerate(tokens):
-            text = self.tokenizer.decode(tokens[: index + 1])
-            if token in ends or any(end in text for end in stop):
-                return tokens[:index]
-        return tokens[:-1]
-
-
-def drop_eos_template(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a copy that appends no token to a prompt, after which the answer follows."""
-    tokenizer, first = copy.deepcopy(tokenizer), find_bos(tokenizer)
-    plain, full = (list(tokenizer("probe", add_special_tokens=added)["input_ids"]) for added in (False, True))
-    if full[-len(plain) :] == plain:
-        return tokenizer
-    begin = [] if first is None else [(str(tokenizer.convert_ids_to_tokens(first)), first)]
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        template = TemplateProcessing(single=[*(token for token, _ in begin), "$A"], special_tokens=begin)
-        tokenizer.backend_tokenizer.post_processor = template
-    else:  # written in Python, such as ByT5's
-        ids = [token for _, token in begin]
-        tokenizer.build_inputs_with_special_tokens = lambda tokens, pair=None: [*ids, *tokens, *(pair or [])]
-    return tokenizer
 
 
 def run_task(
-    lm: MaskedLM, name: str, loaded: TaskDict, *, label: str, shots: int | None, limit: int | None, bootstrap: int
+    lm: MaskedLM, name: str, loaded: TaskDict, *, label: str, shots: int | None, limit: int | None
 ) -> TaskResult:
     """Run a loaded task or group of tasks, and count the kept pairs.
 
     Args:
         shots: few-shot examples; None for the task's own number.
         limit: documents per task.
-        bootstrap: resamples, for metrics that are not means.
 
     Raises:
         UserError: there are too few items for the examples.
@@ -234,14 +203,16 @@ def run_task(
             raise UserError(f"eval.num_fewshot must be 0 for {name} (got {count}). It has no examples; use assets=hub.")
         task.set_config(key="num_fewshot", value=count)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
-    lm.label, lm.stats = label, RequestStats()
-    with observe_selections(lm.model, lm.stats.pairs.observe), redirect_stdout(StringIO()):
-        results: Any = evaluate(lm, loaded, limit=limit, bootstrap_iters=bootstrap, log_samples=True)
+    lm.label, lm.requests, lm.pairs = label, 0, PairCounter()
+    with observe_selections(lm.model, lm.pairs.observe), redirect_stdout(StringIO()):
+        results: Any = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=True)
     return TaskResult(
         metrics=list(iter_metrics(results["results"][name], results["higher_is_better"].get(name, {}))),
         samples=[slim_sample(task, sample) for task, samples in results["samples"].items() for sample in samples],
-        stats=lm.stats.summary(),
-        group_fractions=lm.stats.pairs.group_fractions,
+        requests=lm.requests,
+        sparsity=lm.pairs.sparsity,
+        distant_density=lm.pairs.distant_density,
+        group_fractions=lm.pairs.group_fractions,
         version=str(results["versions"].get(name, "")),
         shots=results["n-shot"].get(name),
     )
@@ -269,16 +240,6 @@ def slim_sample(task: str, sample: dict[str, Any]) -> dict[str, Any]:
     return {**place, "scores": scores, **fields}
 
 
-@dataclass(frozen=True)
-class LoadedTask:
-    """A task or a group of tasks; `source` says where its items came from."""
-
-    name: str
-    tasks: TaskDict
-    source: str
-    is_long_range: bool = False
-
-
 @functools.cache
 def official_tasks() -> TaskManager:
     """Return lm-eval's own tasks; reading their descriptions takes seconds."""
@@ -288,22 +249,26 @@ def official_tasks() -> TaskManager:
 def check_names(names: list[str]) -> None:
     """Raise UserError for a task of neither lm-eval nor the long-range suite."""
     for name in names:
-        if name.partition("@")[0] not in TASKS and name not in official_tasks().task_index:
+        if not is_long_range(name) and name not in official_tasks().task_index:
             raise UserError(
                 f"eval.tasks must hold tasks of lm-eval or of the long-range suite (got {name}). Choose from "
                 f"`lm_eval ls tasks` or {', '.join(TASKS)}."
             )
 
 
-def load_task(name: str, config: Config, cache: Path) -> LoadedTask:
-    """Load a task; UserError where its items are not available under `config.assets`."""
+def load_task(name: str, config: Config, cache: Path) -> tuple[TaskDict, str]:
+    """Load a task or a group of tasks, and say where its items came from.
+
+    Raises:
+        UserError: they are not available under `config.assets`.
+    """
     kind, _, words = name.partition("@")
-    if kind in TASKS:
+    if is_long_range(name):
         suite = build_suite(
             cache, config.eval.long_range_distance or config.attention.window, int(words) if words else None
         )
         tasks = read_task(TaskManager(include_defaults=False), task_config(suite, kind, name))
-        return LoadedTask(name, tasks, f"long-range suite {suite.digest[:12]} of {suite.shape.words} words", True)
+        return tasks, f"long-range suite {suite.digest[:12]} of {suite.shape.words} words"
     with redirect_datasets(config.assets, cache) as sources:
         try:
             tasks = read_task(official_tasks(), name)
@@ -312,7 +277,7 @@ def load_task(name: str, config: Config, cache: Path) -> LoadedTask:
             raise UserError(f"{type(error).__name__}: {first_line(error)}") from error
     if name not in {*tasks["tasks"], *(n for n, group in tasks["groups"].items() if group.has_aggregation)}:
         raise UserError(f"eval.tasks must hold tasks with a score (got {name}). Use {', '.join(tasks['tasks'])}.")
-    return LoadedTask(name, tasks, "; ".join(dict.fromkeys(sources)))
+    return tasks, "; ".join(dict.fromkeys(sources))
 
 
 def read_task(manager: TaskManager, spec: Any) -> TaskDict:

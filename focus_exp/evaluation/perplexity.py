@@ -6,6 +6,9 @@ import hashlib
 import logging
 import math
 import time
+import zipfile
+import zlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -42,7 +45,6 @@ from focus_exp.evaluation.controls import (
     trained_variant,
     window_only,
 )
-from focus_exp.evaluation.statistics import read_arrays, sequence_sums, token_mean
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
 from focus_exp.models.methods import (
     active_methods,
@@ -68,8 +70,6 @@ FIRST_ROUND = 4  # sequences
 class PairCounter:
     """Count the causal query-key pairs that the attached layers keep.
 
-    With a stride below the sequence length, tokens that are only context count too.
-
     counts: per layer [total, distant, kept distant]; distant pairs lie beyond window and sinks.
     group_tokens: per layer the tokens in each group (heads, K).
     """
@@ -92,14 +92,9 @@ class PairCounter:
             mine |= {layer: mine.get(layer, 0) + values for layer, values in layers.items()}
 
     @property
-    def by_layer(self) -> list[np.ndarray]:
-        """Return [total, distant, kept distant] of each attached layer."""
-        return [counts for _, counts in sorted(self.counts.items())]
-
-    @property
     def totals(self) -> tuple[int, int, int]:
         """Return total, distant and kept distant pairs, summed over layers."""
-        total, distant, kept = np.sum(self.by_layer, axis=0).tolist() if self.counts else (0, 0, 0)
+        total, distant, kept = np.sum([*self.counts.values()], axis=0).tolist() if self.counts else (0, 0, 0)
         return total, distant, kept
 
     @property
@@ -129,7 +124,7 @@ class PairCounter:
 class Scores:
     """Losses of sequences.
 
-    nll: (sequences, T) in nats, NaN where a token is not scored. pairs: counted on these very sequences.
+    nll: (sequences, T) in nats, NaN for the first token, which nothing predicts. pairs: counted on these sequences.
     path: kernels that computed the attention.
     """
 
@@ -172,26 +167,29 @@ def score(
         for batch in ProgressBar(loader, desc=f"{label:<28}", unit="batch"):
             tokens = batch["input_ids"].to(model.device)
             loss = token_losses(model, tokens)
-            scored = (
-                torch.arange(tokens.shape[1], device=tokens.device) >= batch["scored_from"].to(tokens.device)[:, None]
-            )
-            if not torch.isfinite(loss[scored]).all():
+            if not torch.isfinite(loss[:, 1:]).all():
                 raise RuntimeError("a loss is not finite")
-            losses.append(loss.masked_fill(~scored, float("nan")).cpu())
+            losses.append(loss.cpu())
     paths = sorted({m.path for m in active_methods(model).values() if m.path is not None})
     return Scores(torch.cat(losses).numpy(), time.perf_counter() - start, pairs, ", ".join(paths))
 
 
 def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return the float32 loss (B, T) of each token; 0 for the first."""
+    """Return the float32 loss (B, T) of each token; NaN for the first."""
     logits = model(input_ids=tokens, use_cache=False).logits
-    losses = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    losses = torch.full(tokens.shape, torch.nan, dtype=torch.float32, device=tokens.device)
     for begin in range(0, tokens.shape[1] - 1, LOGIT_ROWS):
         end = min(begin + LOGIT_ROWS, tokens.shape[1] - 1)
         targets = tokens[:, begin + 1 : end + 1]
         loss = F.cross_entropy(logits[:, begin:end].float().flatten(0, 1), targets.flatten(), reduction="none")
         losses[:, begin + 1 : end + 1] = loss.unflatten(0, targets.shape)
     return losses
+
+
+def sequence_means(nll: np.ndarray) -> np.ndarray:
+    """Return the mean loss of each sequence, whose first token is not scored."""
+    means: np.ndarray = nll[:, 1:].astype(np.float64).mean(axis=1)
+    return means
 
 
 def write_scores(path: Path, scores: Scores, key: str) -> None:
@@ -205,8 +203,13 @@ def write_scores(path: Path, scores: Scores, key: str) -> None:
 
 def read_scores(path: Path, key: str) -> Scores | None:
     """Read scores; None where there are none, damaged ones, or those of another key."""
-    data = read_arrays(path)
-    if data is None or str(data.get("key")) != key:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            data = dict(arrays)
+    # every way in which a damaged archive has been seen to fail
+    except (OSError, EOFError, ValueError, KeyError, IndexError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return None
+    if str(data.get("key")) != key:
         return None
     pairs = PairCounter()
     for name, layers in vars(pairs).items():
@@ -254,11 +257,8 @@ class PerplexityEvaluator:
     @property
     def losses(self) -> Losses:
         """Return the losses of the rounds so far under every variant."""
-        sums = {name: sequence_sums(scores.nll) for name, scores in self.scores.items()}
-        counts: Any = next(iter(sums.values()))[1] if sums else []
-        places = self.blocks.locate(sorted(self.scored))
-        units = [(*place, int(n)) for place, n in zip(places, counts, strict=bool(sums))]
-        return Losses(units, {name: total / n for name, (total, n) in sums.items()})
+        units = [(*place, self.blocks.seq_len - 1) for place in self.blocks.locate(sorted(self.scored))]
+        return Losses(units, {name: sequence_means(scores.nll) for name, scores in self.scores.items()})
 
     def measure_base(self) -> None:
         """Score the unmodified model, the reference of every other variant."""
@@ -318,25 +318,23 @@ class PerplexityEvaluator:
     def measure_focus(self) -> None:
         """Score soft routing, every hard routing, and the controls of the configured one."""
         attention = self.config.focus
-        configured = (attention.top_k, attention.pair_rule)
         self.measure_soft()
-        scores = {routing: self.add(route_hard(self.model, *routing)) for routing in self.hard_routings()}[configured]
+        rule = attention.pair_rule
+        scores = {k: self.add(route_hard(self.model, k, rule)) for k in self.hard_top_ks()}[attention.top_k]
         if not is_causal(self.model) and attention.balance_sequences:
             self.measure_causal_counterparts()
-        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=attention.pair_rule)
+        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=rule)
         if scores is not None and self.config.eval.controls:
             self.measure_controls(scores.pairs)
         self.measure_adapters()
 
-    def hard_routings(self) -> list[tuple[int, str]]:
-        """Return (top_k, pair rule) of every hard routing."""
+    def hard_top_ks(self) -> list[int]:
+        """Return top_k of every hard routing that is scored."""
         attention, wanted = self.config.focus, self.config.eval.top_k
-        rules = dict.fromkeys([attention.pair_rule, *self.config.eval.pair_rules])
         top_ks = [k for k in range(1, attention.groups + 1) if not wanted or k in (*wanted, attention.top_k)]
         if skipped := sorted({*wanted} - {*top_ks}):
             log.info("eval.top_k: not measured: %s with attention.groups=%d", skipped, attention.groups)
-        # with one group per token all rules keep the same pairs
-        return [(k, rule) for rule in rules for k in top_ks if k > 1 or rule == attention.pair_rule]
+        return top_ks
 
     def measure_soft(self, phase: str | None = None) -> None:
         set_routing(self.model, hard=False)
@@ -415,7 +413,7 @@ class PerplexityEvaluator:
             return None
         self.scores[variant.key] = scores = Scores.join(parts, np.argsort(self.scored))
         path_note = f", {scores.path}" if scores.path else ""
-        value = perplexity(token_mean(scores.nll))
+        value = perplexity(float(sequence_means(scores.nll).mean()))
         log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, scores.seconds, path_note)
         return scores
 
@@ -458,15 +456,14 @@ class PerplexityEvaluator:
         if scores is None or variant.error is not None:
             yield Measurement(variant=name, metric="perplexity", value=None, n=count, settings=settings)
             return
-        nll, at_phase = scores.nll, {"phase": phase}
         density, distant_density = variant.density(scores.pairs.sparsity), scores.pairs.distant_density
         if variant.window is not None and self.configured in self.scores:
             # distant pairs lie beyond the configured window, for every variant
             total, distant, _ = self.scores[self.configured].pairs.totals
             distant_density = 1 - scores.pairs.sparsity * total / distant if distant else distant_density
         common: dict[str, Any] = {"variant": name, "density": density}
-        mean, interval = token_mean(nll), losses.estimate(variant.key)
-        (low, high), dof = interval.bounds, interval.freedom
+        interval = losses.estimate(variant.key)
+        mean, (low, high), dof = interval.value, interval.bounds, interval.freedom
         yield Measurement(
             metric="perplexity", value=perplexity(mean), low=perplexity(low), high=perplexity(high), n=count,
             settings=settings | {"dof": dof}, **common,
@@ -489,13 +486,13 @@ class PerplexityEvaluator:
                 variant.group_fraction(scores.pairs.largest_group) if routed else None,
                 "fraction",
             ),
-            ("eval_tokens", int((~np.isnan(nll)).sum()), "tokens"),
+            ("eval_tokens", scores.nll[:, 1:].size, "tokens"),
             ("eval_seconds", scores.seconds, "s"),
             ("training_tokens", variant.tokens, "tokens"),
             ("fit_seconds", variant.fit_seconds, "s"),
         ):
             if value is not None:
-                yield Measurement(metric=metric, value=value, unit=unit, settings=at_phase, **common)
+                yield Measurement(metric=metric, value=value, unit=unit, settings={"phase": phase}, **common)
         if name == self.configured and phase is None:
             for layer, fractions in zip(sorted(scores.pairs.group_tokens), scores.pairs.group_fractions, strict=False):
                 for group, fraction in enumerate(fractions):
@@ -537,12 +534,8 @@ def density_matched_window(pairs: PairCounter, sinks: int, layers: list[Sequence
     masks = {id(sequence.allowed): sequence for sequence in layers}  # layers of one kind share their mask
     times = Counter(id(sequence.allowed) for sequence in layers)
 
-    def sparsity(width: int) -> float:
+    def is_dense_enough(width: int) -> bool:
         counts = [(times[key], count_pairs(Selection(), masks[key], width, sinks)) for key in masks]
-        return sum(n * c.distant for n, c in counts) / sum(n * c.total for n, c in counts)
+        return sum(n * c.distant for n, c in counts) / sum(n * c.total for n, c in counts) <= pairs.sparsity
 
-    low, high = 0, layers[0].start.shape[1]
-    while low < high:
-        width = (low + high) // 2
-        low, high = (low, width) if sparsity(width) <= pairs.sparsity else (width + 1, high)
-    return low
+    return bisect_left(range(layers[0].start.shape[1]), True, key=is_dense_enough)

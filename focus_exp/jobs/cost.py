@@ -123,7 +123,7 @@ class CostEstimator:
             earlier = max(0, len(config.phases) - 1)
             counterparts = 2 * (not is_causal(model) and config.focus.balance_sequences > 0)
             soft = 1 + earlier
-            hard = len(evaluator.hard_routings()) + 3 * config.eval.controls + self.rows + counterparts + earlier
+            hard = len(evaluator.hard_top_ks()) + 3 * config.eval.controls + self.rows + counterparts + earlier
             # two controls are matched again in each round
             repeated = [*accumulate(map(len, evaluator.rounds))][:-1] if evaluator.is_base_frozen else []
             hard += 2 * config.eval.controls * sum(repeated) / len(indices)

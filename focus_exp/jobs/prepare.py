@@ -74,9 +74,7 @@ def prepare(run: Run) -> Setup:
     run.save()
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
-    sequences = SequenceDataset(
-        held_out, config.eval.seq_len, stride=config.eval.stride, bos=find_bos(tokenizer), cross_documents=False
-    )
+    sequences = SequenceDataset(held_out, config.eval.seq_len, bos=find_bos(tokenizer), cross_documents=False)
     for warning in sequences.length_warnings("eval.seq_len"):
         run.warn(warning)
     check_backend(model, config.attention.backend)
@@ -97,7 +95,7 @@ def shared_folder(run: Run, cache: Path) -> Path:
     """Return where runs share the scores of the same unmodified model on the same text."""
     config, settings = run.config, run.config.eval
     settings = replace(
-        settings, name="", controls=True, top_k=[], pair_rules=[], adapters=[], fit_variants=[], request_batch_size=1,
+        settings, name="", controls=True, top_k=[], adapters=[], fit_variants=[], request_batch_size=1,
         batch_size=1,
     )  # fmt: skip
     has_tasks = any(not is_perplexity(task) for task in settings.tasks)  # maybe of the long-range suite

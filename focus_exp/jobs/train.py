@@ -340,7 +340,7 @@ def make_trial(config: Config, factor: float) -> Config:
     tune = config.recipe.tune
     seeded: dict[str, Any] = {"seed": tune.seed} if hasattr(config.attention, "seed") else {}
     evaluation = replace(
-        config.eval, split="validation", max_sequences=tune.sequences, tasks=[], controls=False, pair_rules=[],
+        config.eval, split="validation", max_sequences=tune.sequences, tasks=[], controls=False,
         top_k=[config.focus.top_k] if config.has_router else [], limit=None, long_range_limit=None,
     )  # fmt: skip
     return replace(

@@ -75,5 +75,5 @@ def paired_changes(scored: Scored, references: list[str]) -> Iterator[Measuremen
 
 def _scored_tokens(run: Record) -> Hashable:
     """Return what runs must share for their losses to be of the same tokens."""
-    settings = (run.setting("eval", key) for key in ("seq_len", "stride", "max_sequences", "split"))
+    settings = (run.setting("eval", key) for key in ("seq_len", "max_sequences", "split"))
     return (*settings, *((part.get("used"), part.get("fingerprint")) for part in (run.model, run.data)))

@@ -26,9 +26,8 @@ Metrics
                training_tokens and fit_seconds of an adapter in another method's table
     benchmarks <metric>:<task> with lm-eval's names (acc:hellaswag, acc_norm:piqa, perplexity:lambada_openai) and
                perplexity@<tokens>; their paired changes from `base`: acc_change:hellaswag,
-               nll_change:lambada_openai, nll_change@8192; what the mask did on the
-               requests of a task: requests:<task>, truncated_requests:<task>, distant_fraction:<task>,
-               distant_density:<task>, largest_group_fraction:<task>, eval_seconds:<task>
+               nll_change:lambada_openai, nll_change@8192; what the mask did on the requests of a task:
+               requests:<task>, distant_density:<task>, eval_seconds:<task>
     speed      latency_ms, speedup [x, reference full], peak_memory_bytes;
                settings: clock (kernels, attention, prefill, attention step, decode, decode model), seq_len
     routing    group_fraction [layer, group], dominance (largest group, mean over layers), dominance_worst,

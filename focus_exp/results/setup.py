@@ -17,11 +17,11 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "model": ("name", "hub_id", "revision", "path", "base_run"),
     "data": (
         *("name", "source", "hub_id", "subset", "revision", "text_column", "files"),
-        *("max_train_tokens", "max_test_tokens", "workers"),
+        *("max_train_tokens", "max_test_tokens"),
     ),
     "attention": ("name", "backend"),
     "eval": (
-        *("name", "bootstrap_samples", "batch_size", "request_batch_size", "controls", "top_k", "pair_rules"),
+        *("name", "batch_size", "request_batch_size", "controls", "top_k"),
         *("adapters", "tasks", "limit", "long_range_limit"),
     ),
     "trainer": ("accelerator", "precision", "gradient_checkpointing"),

@@ -283,10 +283,7 @@ class Decoding:
 
 def slice_selection(selection: Selection, rows: slice) -> Selection:
     """Return the selection of some tokens."""
-    tensors: dict[str, Any] = {
-        name: x[..., rows] if name == "group" else x[..., rows, :]
-        for name, x in vars(selection).items() if isinstance(x, Tensor)
-    }  # fmt: skip
+    tensors: dict[str, Any] = {n: x[..., rows, :] for n, x in vars(selection).items() if isinstance(x, Tensor)}
     return replace(selection, **tensors)
 
 

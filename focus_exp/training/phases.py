@@ -104,7 +104,6 @@ def train_phase(
         settings.batch_size,
         seed,
         accumulate=settings.accumulate,
-        workers=config.data.workers,
         rank=rank(),
         world_size=world_size(),
     )

@@ -92,7 +92,7 @@ class Setup:
                 f"backend=triton must have groups for each key/value head or for all (got {lists} for {kv_heads} heads)"
                 ". Use backend=masked."
             )
-        max_groups = (1, 1) if selection.group is not None else (selection.max_groups or (groups, groups))
+        max_groups = selection.max_groups or (groups, groups)
         if groups > MAX_SHARED_GROUPS and min(max_groups) > 1:
             raise BackendUnsupported(
                 f"attention.groups must be <= {MAX_SHARED_GROUPS} where keys are in several groups (got {groups}). "
