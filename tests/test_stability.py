@@ -2,23 +2,21 @@
 
 import contextlib
 import copy
-import csv
 import math
 import signal
 
 import pytest
 import torch
+import wandb
 from builders import scored, write_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pytorch_lightning.loggers import CSVLogger
 from running import only_run, outcome, record_of, router_steps, run, tiny
 from test_training import ALL, FLOAT32, ROUTER, T, blocks_of, focus, train
 
 from focus_exp import config as schema
 from focus_exp.attention.router import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
-from focus_exp.jobs import run as jobs
 from focus_exp.models.methods import attached_methods
 from focus_exp.reporting.load import load_run, select
 from focus_exp.results.metrics import read_metrics
@@ -266,21 +264,29 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(folder):
+def logged():
+    """What the run of `whole` sends to W&B."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def whole(folder, logged):
+    live = wandb.init(mode="disabled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "make_loggers", lambda config, folder: [CSVLogger(folder, name="csv", version="")])
-        assert run(*tiny(folder, "whole"), *TWO_PHASES).code == 0
+        patch.setattr(wandb, "init", lambda **options: live)
+        patch.setattr(live, "log", lambda values, *_, **__: logged.append(values))
+        assert run(*tiny(folder, "whole"), *TWO_PHASES, "logger.wandb=offline").code == 0
     return folder / "whole"
 
 
-def test_loggers_continue_steps_across_phases(whole):
-    lines = list(csv.DictReader((only_run(whole) / "csv" / "metrics.csv").open()))
-    trained, probed = ([line for line in lines if line[key]] for key in ("train/loss", "probe/dominance"))
-    assert [(line["train/phase"], int(line["step"])) for line in trained] == [
+def test_loggers_continue_steps_across_phases(whole, logged):
+    trained, probed = ([line for line in logged if key in line] for key in ("train/loss", "probe/dominance"))
+    assert [(line["train/phase"], line["trainer/global_step"]) for line in trained] == [
         *(("router", step) for step in range(1, 5)), *(("everything", step) for step in range(5, 10)),
     ]  # fmt: skip
-    assert {int(line["train/tokens"]) / int(line["step"]) for line in trained} == {2 * 2 * 16}
-    assert [int(line["step"]) for line in probed] == [0, 2, 4, 4, 6, 8, 9]
+    assert {line["train/tokens"] / line["trainer/global_step"] for line in trained} == {2 * 2 * 16}
+    assert [line["trainer/global_step"] for line in probed] == [0, 2, 4, 4, 6, 8, 9]
+    assert any("loss_curve" in key for line in logged for key in line)
 
 
 @pytest.mark.parametrize(("phase", "step"), [("router", 1), ("everything", 4)])
