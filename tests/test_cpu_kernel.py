@@ -135,6 +135,8 @@ def test_route_by_kernel_ties_take_the_lowest_group():
             selection = method.route(torch.randn(1, length, 12), Sequence.plain(1, length))
             assert selection.query_groups[..., :2].all() and selection.query_groups.sum() == 3 * length * 2
             assert selection.key_groups[..., 0].all() and selection.key_groups.sum() == 3 * length
+        method.key_encoder.double()
+        assert not method.can_route_by_kernel(torch.randn(1, 1, 12))
 
 
 @pytest.mark.parametrize("where", ["packed", "gap", "starts"])
