@@ -24,7 +24,7 @@ RECORDS = ROOT / "runs" / "records"
 @pytest.fixture
 def runs(finished_run, tmp_path, monkeypatch):
     """A copy of the directory of one finished run; figures of the report are not drawn."""
-    monkeypatch.setattr(report, "write_report_figures", lambda tables, folder: None)
+    monkeypatch.setattr(report, "report_figures", lambda tables: {})
     return shutil.copytree(finished_run, tmp_path / "runs")
 
 

@@ -96,7 +96,7 @@ def test_run_folder_has_every_file(folder, retrofit):
     assert files >= {
         *("config.yaml", "metrics.jsonl", "record.json", "table.md", "measurements.csv"),
         *("adapter/focus_adapter.safetensors", "adapter/focus_adapter.json"),
-        *("figures/loss_curve.png",),
+        *("figures/loss_curve.svg",),
     }
     config = OmegaConf.to_object(load_recorded(OmegaConf.load(place / "config.yaml")))
     assert config.attention.window == 8 and config.recipe.phases["router"].steps == 4

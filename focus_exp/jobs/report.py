@@ -9,7 +9,7 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.jobs.run import print_table
 from focus_exp.reporting.check import find_stale, renew
-from focus_exp.reporting.figures import write_report_figures
+from focus_exp.reporting.figures import report_figures
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.report import REPORT, report_tables, verdict_table, write_report
 from focus_exp.reporting.wandb import build_workspace, log_tables, wandb_mode
@@ -45,12 +45,11 @@ def dashboard(config: Config) -> None:
     mode: Any = wandb_mode(config.logger.wandb)
     workspace = build_workspace(entity or "", project)
     tables = report_tables(load_results(runs, config.budget["name"]))
-    figures = write_report_figures(tables, runs / REPORT / "figures")
     live = wandb.init(
         project=project, entity=entity, dir=runs, mode=mode, name="report", group="report",
         job_type="report", settings=wandb.Settings(silent=True),
     )  # fmt: skip
-    log_tables(live, tables, figures)
+    log_tables(live, tables, report_figures(tables))
     if mode == "online":
         workspace.entity = live.entity
         print(f"saved {workspace.save().url}")

@@ -95,7 +95,7 @@ class Run:
             if message not in self.record.warnings:
                 self.record.warnings.append(message)
 
-    def write_report(self) -> tuple[Results, dict[str, pd.DataFrame], dict[str, Path]]:
+    def write_report(self) -> tuple[Results, dict[str, pd.DataFrame]]:
         """Write measurements, tables and figures, print the tables and return all."""
         self.save()
         report = write_run_report(self.folder)
@@ -105,9 +105,9 @@ class Run:
 
     def report(self) -> None:
         """Write and print the results, and log them to W&B."""
-        results, tables, figures = self.write_report()
+        results, tables = self.write_report()
         for logger in self.loggers:
-            log_run(logger.experiment, results, tables, figures)
+            log_run(logger.experiment, results, tables)
         print(f"run folder: {self.folder}")
 
 

@@ -23,11 +23,6 @@ from focus_exp.storage import replace_file
 # Okabe and Ito's palette, safe for colour-blind readers; black is the base model
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
 FRONTIER_LENGTHS, MODEL_LENGTH = (1024, 8192), 4096  # tokens: panels of one model; panels of several
-# no dates or versions: the same data give the same bytes
-FORMATS: dict[str, dict[str, Any]] = {
-    "png": {"dpi": 150, "metadata": {"Software": None}},
-    "svg": {"metadata": {"Date": None, "Creator": None}},
-}
 
 
 def make_figure(title: str, height: float, **grid: Any) -> tuple[Figure, Any]:
@@ -43,30 +38,24 @@ def make_figure(title: str, height: float, **grid: Any) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def save_figures(figures: Mapping[str, Figure | None], folder: Path) -> dict[str, Path]:
-    """Write <name>.png and <name>.svg, each atomically; return the PNG of each figure."""
-    paths = {}
+def save_figures(figures: Mapping[str, Figure | None], folder: Path) -> None:
+    """Write each figure as <name>.svg, without date and version: the same data give the same bytes."""
     for name, figure in figures.items():
-        if figure is None:
-            continue
-        for suffix, options in FORMATS.items():
+        if figure is not None:
             content = io.BytesIO()
             with rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-                figure.savefig(content, format=suffix, **options)
-            replace_file(folder / f"{name}.{suffix}", content.getvalue())
-        paths[name] = folder / f"{name}.png"
-    return paths
+                figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
+            replace_file(folder / f"{name}.svg", content.getvalue())
 
 
-def write_report_figures(tables: Mapping[str, pd.DataFrame], folder: Path) -> dict[str, Path]:
-    """Write the figures of the report as SVG and PNG."""
+def report_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure | None]:
+    """Return the figures of the report by name."""
     figures: dict[str, tuple[Callable[[pd.DataFrame], Figure | None], str]] = {
         "frontier": (frontier, "frontier"),
         "figure1": (perplexity_and_speed, "paper_figure1"),
         "speed": (speed_by_length, "speed"),
     }
-    drawn = {name: draw(tables[table]) for name, (draw, table) in figures.items() if table in tables}
-    return save_figures(drawn, folder)
+    return {name: draw(tables[table]) for name, (draw, table) in figures.items() if table in tables}
 
 
 # --- figures of the report ---
@@ -94,7 +83,6 @@ def frontier(points: pd.DataFrame) -> Figure | None:
     ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < top]
     axes.flat[0].set_yticks(ticks, [f"+{tick:g}" if tick else "0" for tick in ticks])
     axes.flat[0].yaxis.set_minor_locator(NullLocator())
-    curves: dict[Axes, list[tuple[str, str, np.ndarray, np.ndarray]]] = {}
     for ax, (name, panel) in zip(axes.flat, panels.items(), strict=True):
         for method, color in colors.items():
             curve = panel[panel.method == method].sort_values("density")
@@ -102,37 +90,20 @@ def frontier(points: pd.DataFrame) -> Figure | None:
                 continue
             x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
             bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
-            ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
-            curves.setdefault(ax, []).append((method, color, x, y))
+            style = {"marker": "o", "markersize": 4.5, "linewidth": 1.5, "elinewidth": 0.8, "label": method}
+            ax.errorbar(x, y, bars, color=color, **style)
         ax.axhline(0, color="black", linewidth=1)
-        ax.set(title=name, xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20))
-    figure.draw_without_rendering()  # the layout decides where the labels go
-    for ax, names in curves.items():
-        _label_curves(ax, names)
+        ax.set(title=name, xlabel="density of the QK pairs [%]", xlim=(0, 100))
+    _add_legend(figure)
     return figure
 
 
-def _label_curves(ax: Axes, curves: list[tuple[str, str, np.ndarray, np.ndarray]]) -> None:
-    """Write the name of each curve next to its last point, where it hides least."""
-    points = 72 / ax.figure.dpi
-    drawn = [points * ax.transData.transform(np.column_stack([x, y])) for _, _, x, y in curves]
-    steps = np.linspace(0, 1, 20)[:, None]
-    obstacles = [
-        start + steps * (end - start) for line in drawn for start, end in zip(line, [*line[1:], line[-1]], strict=True)
-    ]
-    taken = np.concatenate(obstacles)
-    for (name, color, x, y), line in zip(curves, drawn, strict=True):
-        width, places = 5.5 * len(name), list[tuple[Any, ...]]()
-        for dx, dy, side in ((7, 0, "left"), (7, 11, "left"), (7, -11, "left"), (-7, 11, "right"), (-7, -11, "right")):
-            left, middle = line[-1] + (dx - (width if side == "right" else 0), dy)
-            inside = (abs(taken[:, 0] - left - width / 2) < width / 2) & (abs(taken[:, 1] - middle) < 6)
-            box = left + width / 2 + np.linspace(-width / 2, width / 2, 20)
-            places.append((inside.sum(), len(places), dx, dy, side, np.column_stack([box, np.full(20, middle)])))
-        _, _, dx, dy, side, label = min(places, key=lambda place: place[:2])
-        taken = np.concatenate([taken, label])
-        ax.annotate(
-            name, (x[-1], y[-1]), (dx, dy), textcoords="offset points", color=color, fontsize=9, va="center", ha=side
-        )
+def _add_legend(figure: Figure) -> None:
+    """Add one legend of all axes below them."""
+    handles: dict[str, Any] = {}
+    for ax in figure.axes:
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
@@ -199,8 +170,7 @@ def speed_by_length(table: pd.DataFrame) -> Figure | None:
         ax.set(title=str(rows.device.iloc[0]), xlabel="tokens", xscale="log", yscale="log")
         _set_log_axes(ax)
     axes.flat[0].set(ylabel="speedup (above 1: faster)")
-    handles = dict(zip(*reversed(axes.flat[0].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    _add_legend(figure)
     return figure
 
 

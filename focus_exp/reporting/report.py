@@ -14,7 +14,7 @@ from pandas.testing import assert_frame_equal
 from focus_exp.errors import UserError
 from focus_exp.reporting import tables
 from focus_exp.reporting.claims import VERDICTS, evaluate_claims
-from focus_exp.reporting.figures import write_report_figures
+from focus_exp.reporting.figures import report_figures, save_figures
 from focus_exp.reporting.format import (
     ABSENT,
     format_interval,
@@ -54,7 +54,7 @@ def write_report(results: Results, folder: Path) -> pd.DataFrame:
     content = report_tables(results)
     for name, text in report_files(results, content).items():
         replace_file(folder / name, text.encode())
-    write_report_figures(content, folder / "figures")
+    save_figures(report_figures(content), folder / "figures")
     return content["claims"]
 
 

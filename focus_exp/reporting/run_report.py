@@ -30,8 +30,8 @@ from focus_exp.storage import replace_file
 TABLE = "table.md"
 
 
-def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame], dict[str, Path]]:
-    """Write what a run shows; return its rows, tables, and the PNG of each figure.
+def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
+    """Write what a run shows; return its rows and tables.
 
     That is table.md, figures, continuations.md, passage.html, and the README of an adapter.
     """
@@ -39,7 +39,7 @@ def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame], d
     title, passage = title_of(results), run_dir / "groups" / "passage.json"
     tables = run_tables(results.rows)
     replace_file(run_dir / TABLE, render_run(results, tables).encode())
-    figures = save_figures({"loss_curve": loss_curves(read_log(run_dir), title)}, run_dir / "figures")
+    save_figures({"loss_curve": loss_curves(read_log(run_dir), title)}, run_dir / "figures")
     if record.continuations:
         replace_file(run_dir / "continuations.md", render_continuations(record.continuations, title).encode())
     if passage.exists():
@@ -48,7 +48,7 @@ def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame], d
     if (run_dir / "adapter").is_dir():
         card = render_card(results, record.config, tables)
         replace_file(run_dir / "adapter" / "README.md", card.encode())
-    return results, tables, figures
+    return results, tables
 
 
 def title_of(results: Results) -> str:

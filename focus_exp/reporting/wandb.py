@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -20,7 +19,7 @@ CURVES = {
 }
 PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "assignment_overlap": "assignment stability"}
 RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Cost by word class", "Generation")
-FIGURES = ("loss_curve",)
+FIGURES = ("frontier", "figure1", "speed")  # of job=dashboard
 RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
 SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
 
@@ -46,11 +45,12 @@ def init_options(config: dict[str, Any]) -> dict[str, Any]:
     return {"group": config.get("experiment"), "job_type": job_type, "tags": [*tags, f"seed:{config.get('seed')}"]}
 
 
-def log_tables(run: Any, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Path]) -> None:
-    """Log tables as wandb.Table and figures as images to a live run."""
+def log_tables(run: Any, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Any]) -> None:
+    """Log tables as wandb.Table and Matplotlib figures as images to a live run."""
+    import matplotlib.pyplot  # noqa: F401  # wandb.Image looks for it
     import wandb
 
-    logged: dict[str, Any] = {f"figures/{name}": wandb.Image(str(path)) for name, path in figures.items()}
+    logged: dict[str, Any] = {f"figures/{name}": wandb.Image(figure) for name, figure in figures.items() if figure}
     for name, table in tables.items():
         rows = table.astype(object).where(table.notna(), None)
         columns: list[Any] = list(map(str, rows.columns))
@@ -58,9 +58,9 @@ def log_tables(run: Any, tables: Mapping[str, pd.DataFrame], figures: Mapping[st
     run.log(logged)
 
 
-def log_run(run: Any, results: Results, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Path]) -> None:
-    """Log tables, figures, metadata and main measurements of a finished run."""
-    log_tables(run, tables, figures)
+def log_run(run: Any, results: Results, tables: Mapping[str, pd.DataFrame]) -> None:
+    """Log tables, metadata and main measurements of a finished run."""
+    log_tables(run, tables, {})
     facts = results.runs.iloc[0]
     summary = {name: facts[name] for name in RUN_FIELDS if name in facts and not is_missing(facts[name])}
     for row in results.rows:
