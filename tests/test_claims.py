@@ -254,11 +254,6 @@ def test_aggregate_seeds_keeps_setups_apart(column):
     assert len(aggregate_seeds(rows)) == 2
 
 
-def test_aggregate_seeds_windows_of_different_width_are_one():
-    rows = [make_seed(i, 0.1, method="window", name=f"window {200 + i}") for i in range(2)]
-    assert len(aggregate_seeds(rows)) == 1
-
-
 def test_required_sample_grows_with_comparisons():
     row = make_row(deviation=0.1, seed_deviation=0.05, n_units=6, seeds=(0, 1, 2))
     one, several = required_sample(row, 0.02), required_sample(row, 0.02, comparisons=4)

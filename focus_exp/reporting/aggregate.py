@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from statistics import fmean, geometric_mean
 from types import SimpleNamespace
@@ -57,10 +56,8 @@ def aggregate_seeds(rows: Iterable[Row]) -> list[Row]:
 
 def subject_key(row: Row) -> tuple[object, ...]:
     """Return what a measurement shares with the same measurement of other seeds."""
-    # the width of a density-matched window follows from the router, so it differs between seeds
-    name = re.sub(r"\d+", "N", row.name or "") if row.method == "window" else row.name
     clock = (row.method, row.device, row.dtype) if row.clock else ()
-    return (name, *clock, *(getattr(row, column) for column in KEY))
+    return (row.name, *clock, *(getattr(row, column) for column in KEY))
 
 
 def _combine(rows: list[Row]) -> Row:

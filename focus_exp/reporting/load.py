@@ -181,9 +181,6 @@ def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
         if row.reference is None and row.task is None:
             levels.setdefault((row.subject, row.metric), row.value)
     scored = [row for row in rows if row.kind is not None and row.task is None and row.metric in QUALITY]
-    scored = [row for row in scored if row.metric != "nll_change" or row.value is not None]
-    # controls are trained as far as their run is
-    trainable = next((row.trainable for row in reversed(scored) if row.trainable is not None), None)
     for row in scored:
         is_change, nll = row.metric == "nll_change", levels.get((row.subject, "nll"))
         dof = (row.dof or 1.0) if is_change and row.low is not None else None
@@ -201,7 +198,6 @@ def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
             largest_group=levels.get((row.subject, "largest_group_fraction")),
             own_tokens=levels.get((row.subject, "training_tokens")),
             primary=row.variant == primary and not row.phase,
-            trainable=trainable if row.trainable is None else row.trainable,
         )  # fmt: skip
     for row in scored:
         if row.kind == "base" and row.metric == "perplexity":
@@ -227,16 +223,11 @@ def benchmark_rows(rows: list[Row]) -> Iterator[Row]:
             dof = math.inf if row.dof is None and row.unit == "fraction" else row.dof  # of a fraction it is normal
             dof = dof if row.low is not None and (row.n or 0) > 1 else None
             cells = {
-                "metric": "score_change",
-                "reference": "full attention",
-                "dof": dof,
-                "n_units": row.n,
-                "level": score,
-            }
+                "metric": "score_change", "reference": "full attention", "dof": dof, "n_units": row.n, "level": score,
+                "stderr": standard_error(row, dof),
+            }  # fmt: skip
             if score is not None and row.value is not None:
                 cells["reference_level"] = score * exp(-row.value) if row.unit == "nats" else score - row.value
-            if (stderr := standard_error(row, dof)) is not None:
-                cells["stderr"] = stderr
         yield row.replace(
             **cells, source="benchmarks", subject=f"{row.variant} {row.task} {row.lm_eval_metric or ''}", name=None,
             tokens=row.seq_len, mask_active=is_mask_active(row), distant_density=density.get((row.variant, row.task)),
@@ -380,8 +371,6 @@ def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
     for variant, run in pairs:
         facts = {name: run.facts[name] for name in OF_VARIANT} if run else {}
         facts |= {"train_tokens": variant.tokens_seen, "steps": variant.steps}
-        groups = [int(text.partition("=")[2]) for text in variant.settings if text.startswith("attention.groups=")]
-        facts |= {"num_groups": groups[0]} if groups else {}
         key = variant_key(variant.name, variant.settings, variant.steps, variant.tokens_seen,
                           setup_key(run.record) if run else "")  # fmt: skip
         named = {"variant": variant.name, "variant_setup": key, "trainable_params": count_trained(variant)}

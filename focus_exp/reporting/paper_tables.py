@@ -12,11 +12,10 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.aggregate import Row, aggregate_seeds, mean_of
+from focus_exp.reporting.format import to_percent
 from focus_exp.reporting.load import Results, read_yaml, select
 
 BASE, FULL = "base", "full attention"
-MAX_NATS = 50.0  # keeps exp() finite
-
 
 SCALES: dict[str, Callable[[Row, float], float]] = {  # to the paper's unit
     "": lambda row, value: value,
@@ -49,13 +48,12 @@ class Column:
 
     def convert(self, row: Row, attribute: str) -> float | None:
         """Return a value or a bound of a measurement in the paper's unit."""
-        if attribute == "value":
-            number = getattr(row, self.attribute)
-        else:
-            number = getattr(row, attribute) if self.attribute == "value" else None
+        if attribute != "value" and self.attribute != "value":
+            return None  # other attributes have no bounds
+        number = getattr(row, self.attribute if attribute == "value" else attribute)
         if number is None or not math.isfinite(number):
             return None
-        return 100 * math.expm1(min(number, MAX_NATS)) + 0.0 if self.origin else SCALES[self.scale](row, number)
+        return to_percent(number) if self.origin else SCALES[self.scale](row, number)
 
 
 PERPLEXITY = Column("ppl", "PPL", {"metric": "perplexity"})
@@ -242,10 +240,6 @@ class Entry:
             if not column.is_measured:
                 continue
             values = [self.value(run, column) for run in self.runs]
-            if column.origin:  # a change counts where the perplexity itself was measured
-                plain = next(other for other in spec.columns if other.name == column.name and not other.origin)
-                scored = replace(column, origin="", cells=plain.cells)
-                values = [v if self.value(run, scored) else None for v, run in zip(values, self.runs, strict=True)]
             known = [value for value in values if value is not None]
             key = f"ours_{column.key}"
             is_ppl = column.name.startswith("ppl") and not column.origin
