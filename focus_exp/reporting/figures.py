@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
@@ -16,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from focus_exp.reporting.paper_tables import paper_rows, paper_speedups
+from focus_exp.reporting.paper_tables import paper_rows
 from focus_exp.reporting.tables import FAMILIES
 from focus_exp.storage import replace_file
 
@@ -161,10 +160,9 @@ def speed_by_length(table: pd.DataFrame) -> Figure | None:
                         label=f"K = {groups}, {label}")  # fmt: skip
             bound = rows[rows.groups == groups].drop_duplicates("tokens").sort_values("tokens")
             ax.plot(bound.tokens, bound.bound, "--", color=color, linewidth=0.9, label=f"K = {groups}, bound")
-            paper = {
-                t: s for t, s in paper_speedups(int(groups)).items() if rows.tokens.min() <= t <= rows.tokens.max()
-            }
-            ax.plot(list(paper), list(paper.values()), "s", color=color, markerfacecolor="none",
+            paper = pd.DataFrame(paper_rows("table6_speed"))
+            paper = paper[paper.tokens.between(rows.tokens.min(), rows.tokens.max())]
+            ax.plot(paper.tokens, paper[f"speedup_K{groups}"], "s", color=color, markerfacecolor="none",
                     label=f"K = {groups}, paper (H100)")  # fmt: skip
         ax.axhline(1, color="black", linewidth=1)
         ax.set(title=str(rows.device.iloc[0]), xlabel="tokens", xscale="log", yscale="log")
@@ -178,16 +176,10 @@ def _set_log_axes(ax: Axes) -> None:
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(LogLocator(base=4, numticks=16))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _binary_prefix(value)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1024:g}K"))
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
-
-
-def _binary_prefix(value: float) -> str:
-    """Format 1024 as 1K and 2**20 as 1M."""
-    power = max(0, min(2, int(math.log2(value)) // 10))
-    return f"{value / 2 ** (10 * power):g}{('', 'K', 'M')[power]}"
 
 
 # --- figures of a run ---

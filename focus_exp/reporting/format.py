@@ -10,13 +10,9 @@ import pandas as pd
 ABSENT = "-"
 
 
-def is_missing(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
-
-
 def format_number(value: Any, digits: int = 2) -> str:
     """Format a number with thousands separators; from 1,000 on without decimals."""
-    if is_missing(value):
+    if pd.isna(value):
         return ABSENT
     if isinstance(value, bool | str):
         return str(value)
@@ -25,7 +21,7 @@ def format_number(value: Any, digits: int = 2) -> str:
 
 def format_significant(value: Any) -> str:
     """Format a number with three significant digits."""
-    if is_missing(value):
+    if pd.isna(value):
         return ABSENT
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:,.{digits}f}" if abs(value) >= 0.9995 else f"{value:.3g}"
@@ -33,20 +29,20 @@ def format_significant(value: Any) -> str:
 
 def format_interval(value: Any, low: Any = None, high: Any = None, digits: int = 1, sign: bool = False) -> str:
     """Format a value with its 95 % interval: 1.5 [0.4, 2.7]."""
-    if is_missing(value):
+    if pd.isna(value):
         return ABSENT
     style = f"{'+' if sign else ''},.{digits}f"
     text = format(value, style)
-    return text if is_missing(low) or is_missing(high) else f"{text} [{low:{style}}, {high:{style}}]"
+    return text if pd.isna(low) or pd.isna(high) else f"{text} [{low:{style}}, {high:{style}}]"
 
 
 def to_percent(nats: Any) -> float | None:
     """Return the change of perplexity [%] of a difference in nats per token."""
-    return None if is_missing(nats) else 100 * math.expm1(min(float(nats), 700.0))
+    return None if pd.isna(nats) else 100 * math.expm1(min(float(nats), 700.0))
 
 
 def percent(fraction: Any) -> float | None:
-    return None if is_missing(fraction) else 100 * float(fraction)
+    return None if pd.isna(fraction) else 100 * float(fraction)
 
 
 def to_markdown(table: pd.DataFrame) -> str:

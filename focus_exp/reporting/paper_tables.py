@@ -132,12 +132,6 @@ def paper_rows(table: str) -> list[dict[str, Any]]:
     return [dict(zip(content["columns"], row, strict=True)) for row in content["rows"]]
 
 
-def paper_speedups(groups: int) -> dict[int, float]:
-    """Return table 6: sequence length -> speedup over FlashAttention on an H100."""
-    column = f"speedup_K{groups}"
-    return {row["tokens"]: row[column] for row in paper_rows("table6_speed") if column in row}
-
-
 def key_of(row: dict[str, Any], names: list[str]) -> str:
     cells = (row[name] for name in names if row.get(name) is not None)
     return " ".join(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells)
@@ -179,8 +173,7 @@ class Entry:
             cells |= {"metric": "score_change", "reference": FULL}
         elif column.origin:
             cells |= {"metric": "nll_change", "reference": self.source.variants.get(column.origin, BASE)}
-        rows = sorted(self.select(run, cells), key=_metric_rank)
-        return next((row for row in rows if row.value is not None), next(iter(rows), None))
+        return min(self.select(run, cells), key=_metric_rank, default=None)
 
     def value(self, run: str, column: Column) -> tuple[float, float | None, float | None, Row] | None:
         """Return the number in a column with its bounds and its measurement."""

@@ -20,7 +20,6 @@ from focus_exp.reporting.format import (
     format_interval,
     format_number,
     format_significant,
-    is_missing,
     percent,
     to_html,
     to_latex,
@@ -146,7 +145,7 @@ def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
             "paper": claims.paper,
             "ours (95 % CI)": [claim_value(row) for row in claims.to_dict("records")],
             "sparsity [%]": [format_number(percent(x), 1) for x in claims.sparsity],
-            "seeds": [format_number(None if is_missing(x) else int(x), 0) for x in claims.seeds],
+            "seeds": [format_number(None if pd.isna(x) else int(x), 0) for x in claims.seeds],
             "verdict": claims.verdict,
             "run": [f"{_text(row.experiment)} {_text(row.variant)}".strip() for row in claims.itertuples()],
         }
@@ -154,18 +153,18 @@ def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
 
 
 def _text(cell: Any) -> str:
-    return "" if is_missing(cell) else str(cell)
+    return "" if pd.isna(cell) else str(cell)
 
 
 def claim_value(row: dict[str, Any]) -> str:
     """Format the value of a claim: a change of perplexity, a speedup, a fraction."""
     value, low, high, unit = (row[name] for name in ("value", "low", "high", "unit"))
-    if is_missing(value):
+    if pd.isna(value):
         return ABSENT
     if unit == "nats":
         return format_interval(to_percent(value), to_percent(low), to_percent(high), 1, sign=True) + " %"
     if unit == "x":
-        at = "" if is_missing(row["tokens"]) else f" at {int(row['tokens']):,} tokens"
+        at = "" if pd.isna(row["tokens"]) else f" at {int(row['tokens']):,} tokens"
         return f"{format_significant(value)}x{at}"
     return format_interval(percent(value), percent(low), percent(high)) + (
         " points" if row["reference"] == "full attention" else " %"
@@ -193,14 +192,14 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _key_text(cell: Any) -> str:
-    return ABSENT if is_missing(cell) else f"{cell:g}" if isinstance(cell, float) else str(cell)
+    return ABSENT if pd.isna(cell) else f"{cell:g}" if isinstance(cell, float) else str(cell)
 
 
 def _paper_text(cell: Any, column: Column, table: str) -> str:
     """Format a printed number with as many decimals as its column has."""
     if isinstance(cell, bool):
         return "yes" if cell else "no"
-    if is_missing(cell) or isinstance(cell, str):
+    if pd.isna(cell) or isinstance(cell, str):
         return _text(cell) or ABSENT
     if column.origin:
         return format_interval(cell, sign=True)
@@ -211,7 +210,7 @@ def _paper_text(cell: Any, column: Column, table: str) -> str:
 def _ours_text(row: dict[str, Any], column: Column) -> str:
     key = f"ours_{column.key}"
     value, low, high = row[key], row[f"{key}_low"], row[f"{key}_high"]
-    if is_missing(value):
+    if pd.isna(value):
         return ABSENT
     digits = 1 if column.origin else column.digits
     text = format_interval(value, low, high, digits, sign=True) if column.origin else format_number(value, digits)

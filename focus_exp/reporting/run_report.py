@@ -17,7 +17,6 @@ from focus_exp.reporting.format import (
     format_interval,
     format_number,
     format_significant,
-    is_missing,
     percent,
     to_markdown,
     to_percent,
@@ -65,7 +64,7 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
         "model": run.model, "data": run.data, "device": run.device, "seed": run.seed, "steps": run.steps,
         "training tokens": ", ".join([str(run.train_tokens), *tokens.values()]),
         "commit": run.commit, "config": run.config_hash,
-        "status": run.status if is_missing(run.error) else f"{run.status}, {run.error}",
+        "status": run.status if pd.isna(run.error) else f"{run.status}, {run.error}",
     }  # fmt: skip
     parts = [f"# {title_of(results)}"]
     if run.is_model_substituted or run.is_data_substituted:
@@ -75,7 +74,7 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     parts += [f"Warnings: {run.warnings}"] if run.warnings else []
     for name, table in tables.items():
         parts += [f"## {name}", to_markdown(table).strip()]
-    parts.append("; ".join(f"{name}: {value}" for name, value in facts.items() if not is_missing(value)))
+    parts.append("; ".join(f"{name}: {value}" for name, value in facts.items() if not pd.isna(value)))
     parts.append(f"`{run.command}`")
     return "\n\n".join(parts) + "\n"
 
@@ -186,7 +185,7 @@ def _percent(fraction: Any) -> str:
 
 
 def _milliseconds(seconds: Any) -> float | None:
-    return None if is_missing(seconds) else 1e3 * float(seconds)
+    return None if pd.isna(seconds) else 1e3 * float(seconds)
 
 
 # --- passages, continuations and the card of an adapter ---

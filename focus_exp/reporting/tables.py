@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
@@ -88,16 +88,7 @@ def methods(results: Results) -> pd.DataFrame:
         return points
     points = points[(points.model == points.model.mode()[0]) & (points["data"] == points["data"].mode()[0])]
     speeds = select(results.complete, {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu"})
-    rows = []
-    for label, variant in METHODS.items():
-        curve = points[points.variant == variant]
-        curve = curve[curve.experiment == ("frontier" if (curve.experiment == "frontier").any() else "compare")]
-        if curve.empty:
-            continue
-        cells = {"method": label, "variant": variant, "experiment": curve.iloc[0].experiment}
-        cells |= _changes_by_length(curve) | {"trainable_params": curve.iloc[0].trainable_params}
-        rows.append(cells | _find_speedups(variant, speeds))
-    return pd.DataFrame(rows)
+    return pd.DataFrame([row | _find_speedups(row["variant"], speeds) for row in _methods_by_length(points)])
 
 
 def models(results: Results) -> pd.DataFrame:
@@ -105,25 +96,25 @@ def models(results: Results) -> pd.DataFrame:
     points = frontier(results)
     if points.empty:
         return points
-    points = points[points.experiment == "frontier"]
-    labels = {variant: label for label, variant in METHODS.items()}
+    setups = points[points.experiment == "frontier"].groupby(["model", "data"], sort=False)
     rows = [
-        {"model": model, "data": data, "method": label, "variant": variant} | _changes_by_length(curve)
-        for (model, data), on_model in points.groupby(["model", "data"], sort=False)
-        for variant, label in labels.items()
-        if len(curve := on_model[on_model.variant == variant])
+        {"model": model, "data": data} | row for (model, data), curves in setups for row in _methods_by_length(curves)
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).drop(columns=["experiment", "trainable_params"], errors="ignore")
 
 
-def _changes_by_length(curve: pd.DataFrame) -> dict[str, Any]:
-    cells: dict[str, Any] = {}
-    for tokens in LENGTHS:
-        at = curve[curve.tokens == tokens]
-        first = at.iloc[0] if len(at) else None
-        for name in ("sparsity", "change", "low", "high", "seeds"):
-            cells[f"{name}_{tokens}"] = None if first is None else first[name]
-    return cells
+def _methods_by_length(points: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the points of each method in one row: of `frontier`, else of `compare`."""
+    for label, variant in METHODS.items():
+        curve = points[points.variant == variant]
+        curve = curve[curve.experiment == ("frontier" if (curve.experiment == "frontier").any() else "compare")]
+        if curve.empty:
+            continue
+        first, at = curve.iloc[0], curve.drop_duplicates("tokens").set_index("tokens").reindex(LENGTHS)
+        names = ("sparsity", "change", "low", "high", "seeds")
+        changes = {f"{name}_{tokens}": at[name][tokens] for tokens in LENGTHS for name in names}
+        row = {"method": label, "variant": variant, "experiment": first.experiment}
+        yield row | changes | {"trainable_params": first.trainable_params}
 
 
 def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:

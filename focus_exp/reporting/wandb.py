@@ -9,7 +9,6 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.format import is_missing
 from focus_exp.reporting.load import Results
 
 MODES = ("online", "offline", "disabled", "shared")
@@ -62,7 +61,7 @@ def log_run(run: Any, results: Results, tables: Mapping[str, pd.DataFrame]) -> N
     """Log tables, metadata and main measurements of a finished run."""
     log_tables(run, tables, {})
     facts = results.runs.iloc[0]
-    summary = {name: facts[name] for name in RUN_FIELDS if name in facts and not is_missing(facts[name])}
+    summary = {name: facts[name] for name in RUN_FIELDS if name in facts and not pd.isna(facts[name])}
     for row in results.rows:
         if row.metric in SUMMARIZED and row.value is not None:
             place = (row.variant, row.name, row.clock, row.tokens, row.metric, row.reference)
