@@ -35,7 +35,7 @@ OF_RUN = (  # facts of the comparison or single run that its rows have
 )
 OF_VARIANT = (  # facts of the variant's own run
     *("requested_model", "model", "data", "seq_len", "window", "num_groups", "gate", "attention", "train_tokens"),
-    *("steps", "model_params", "variant_commit"),
+    *("steps", "model_params", "commit"),
 )
 
 
@@ -129,7 +129,7 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
     return {
         "run": name, "experiment": record.experiment, "variant": variant, "is_variant": bool(variant),
         "status": record.status, "error": record.error, "complete": record.is_complete, "started": record.started,
-        "command": record.command, "commit": commit, "variant_commit": commit, "config_hash": record.config_hash,
+        "command": record.command, "commit": commit, "config_hash": record.config_hash,
         "setup": key if record.variants else f"{record.experiment}-{key}",
         "seed": record.config.get("seed") if record.seed is None else record.seed,
         "budget": setting("budget", "name"), "requested_model": setting("model", "name"),
@@ -142,7 +142,7 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
         "attention": setting("attention", "method"), "num_groups": setting("attention", "groups"),
         "gate": setting("attention", "gate"), "window": setting("attention", "window"),
         "seq_len": setting("eval", "seq_len"), "is_causal": record.method.get("causal", True),
-        "train_tokens": record.tokens_seen, "tokens": record.tokens_seen, "steps": record.steps,
+        "train_tokens": record.tokens_seen, "steps": record.steps,
         "seconds": record.wall_seconds, "warnings": "; ".join(record.warnings),
     }  # fmt: skip
 
@@ -335,8 +335,7 @@ def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
         total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
         seconds = None if None in total else sum(filter(None, total))
         if pairs:
-            first = pairs[0][0]
-            shared |= {"first_variant": first.name, "first_params": count_trained(first)}
+            shared["first_variant"] = pairs[0][0].name
         facts.append(run.facts | {"total_seconds": seconds})
         made = join_variants(pairs) if pairs else name_variant(run)
         if pairs:
@@ -349,10 +348,6 @@ def find_variant(run: Run, variant: VariantRun, others: dict[Path, Run]) -> Run 
     """Return a variant's own run, None if it is gone or was repeated since."""
     other = others.get(variant_folder(run.folder, variant))
     return other if other and other.record.started == variant.started else None
-
-
-def count_trained(variant: VariantRun) -> int:
-    return variant.trainable_parameters if variant.tokens_seen else 0
 
 
 def name_variant(run: Run) -> list[Row]:
@@ -373,8 +368,8 @@ def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
         facts |= {"train_tokens": variant.tokens_seen, "steps": variant.steps}
         key = variant_key(variant.name, variant.settings, variant.steps, variant.tokens_seen,
                           setup_key(run.record) if run else "")  # fmt: skip
-        named = {"variant": variant.name, "variant_setup": key, "trainable_params": count_trained(variant)}
-        value = count_trained(variant)
+        value = variant.trainable_parameters if variant.tokens_seen else 0
+        named = {"variant": variant.name, "variant_setup": key, "trainable_params": value}
         params.append(Row(**facts, **named, source="variants", metric="parameters", value=value, error=variant.error))
         own = run.rows if run else []
         if not base and any(row.kind == "base" and row.source == "rows" for row in own):

@@ -264,7 +264,7 @@ class Entry:
             "experiment": _distinct(run.experiment for run in runs),
             "needs": "" if runs else self.source.needs or f"+experiment={self.source.experiments[0]}",
             "runs": " ".join(self.runs),
-            "commits": _distinct(str(row.variant_commit or "")[:7] for row in flat or ()),
+            "commits": _distinct(str(row.commit or "")[:7] for row in flat or ()),
         }
 
 

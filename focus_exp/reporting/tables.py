@@ -212,7 +212,7 @@ def _difference(row: Row) -> dict[str, Any]:
         "half_width_seeds": spread and student(seeds - 1) * spread / seeds**0.5,
         "units_for_1_percent": needed(row.deviation, SMALL_EFFECT) if row.deviation else None,
         "seeds_for_1_percent": spread and needed(spread, SMALL_EFFECT),
-        "commits": " ".join(dict.fromkeys(member.variant_commit or "" for member in row.members)),
+        "commits": " ".join(dict.fromkeys(member.commit or "" for member in row.members)),
         "runs": " ".join(dict.fromkeys(member.run for member in row.members)),
     }
 
