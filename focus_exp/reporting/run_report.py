@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,7 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
 
 def run_tables(rows: list[Row]) -> dict[str, pd.DataFrame]:
     """Return the tables of a run as text by name."""
-    made = {
-        "Quality": quality_table(rows),
-        "Benchmarks": benchmark_table(rows),
-        "Speed": speed_table(rows),
-        "Routing": pivot_table(rows, "probes", ["variant", "phase", "step"]),
-        "Groups": pivot_table(rows, "analysis", ["layer", "head"]),
-        "Cost by word class": pivot_table(rows, "costs", ["variant"]),
-        "Generation": pivot_table(rows, "generation", ["variant"]),
-    }
+    made = {name: make(rows) for name, make in RUN_TABLES.items()}
     return {name: frame for name, frame in made.items() if not frame.empty}
 
 
@@ -178,6 +171,17 @@ def pivot_table(rows: list[Row], source: str, index: list[str]) -> pd.DataFrame:
     frame = pd.DataFrame(cells).astype({"value": float})
     wide = frame.pivot_table(index=index, columns="metric", values="value", sort=False).reset_index()
     return wide.map(lambda cell: cell if isinstance(cell, str) else format_significant(cell))
+
+
+RUN_TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
+    "Quality": quality_table,
+    "Benchmarks": benchmark_table,
+    "Speed": speed_table,
+    "Routing": partial(pivot_table, source="probes", index=["variant", "phase", "step"]),
+    "Groups": partial(pivot_table, source="analysis", index=["layer", "head"]),
+    "Cost by word class": partial(pivot_table, source="costs", index=["variant"]),
+    "Generation": partial(pivot_table, source="generation", index=["variant"]),
+}
 
 
 def _percent(fraction: Any) -> str:

@@ -10,14 +10,11 @@ import pandas as pd
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.load import Results
+from focus_exp.reporting.run_report import RUN_TABLES
 
 MODES = ("online", "offline", "disabled", "shared")
-CURVES = {
-    "loss": "loss [nats per token]",
-    "tokens_per_second": "tokens per second",
-}
+CURVES = {"loss": "loss [nats per token]", "tokens_per_second": "tokens per second"}
 PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "assignment_overlap": "assignment stability"}
-RUN_TABLES = ("Quality", "Benchmarks", "Speed", "Routing", "Groups", "Cost by word class", "Generation")
 FIGURES = ("frontier", "figure1", "speed")  # of job=dashboard
 RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
 SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
