@@ -46,7 +46,7 @@ from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.phases import set_training_mode
 from focus_exp.training.warm_start import AttentionProbe, fit_router, run_forward
 
-TIMED_STEPS = (4, 12)  # steps of a layer-wise fit: the difference leaves out what does not grow with them
+TIMED_STEPS = (4, 64)  # steps of a layer-wise fit: the difference leaves out what does not grow with them
 PASSES, TIMING_SECONDS = (2, 4), 4.0  # passes that are timed, at least and at most; seconds that end the latter
 
 
