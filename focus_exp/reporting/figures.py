@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
@@ -65,7 +66,11 @@ def frontier(points: pd.DataFrame) -> Figure | None:
     known = points[points.method.isin(FAMILIES) & (points.sparsity > 0)]
     at = known[(known.tokens == MODEL_LENGTH) & (known.experiment == "frontier")]
     if at.model.nunique() > 1:
-        panels = {f"{model}, {data}": x for (model, data), x in at.groupby(["model", "data"], sort=False)}
+        several = at["data"].nunique() > 1
+        panels = {
+            f"{model}, {data}" if several else model: x
+            for (model, data), x in at.groupby(["model", "data"], sort=False)
+        }
         where = f" at {MODEL_LENGTH:,} tokens"
     else:
         panels = {f"{n:,} tokens": x for n in FRONTIER_LENGTHS if len(x := known[known.tokens == n])}
@@ -82,6 +87,7 @@ def frontier(points: pd.DataFrame) -> Figure | None:
     ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < top]
     axes.flat[0].set_yticks(ticks, [f"+{tick:g}" if tick else "0" for tick in ticks])
     axes.flat[0].yaxis.set_minor_locator(NullLocator())
+    ends: dict[Axes, list[tuple[str, str, float, float]]] = {}
     for ax, (name, panel) in zip(axes.flat, panels.items(), strict=True):
         for method, color in colors.items():
             curve = panel[panel.method == method].sort_values("density")
@@ -89,20 +95,24 @@ def frontier(points: pd.DataFrame) -> Figure | None:
                 continue
             x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
             bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
-            style = {"marker": "o", "markersize": 4.5, "linewidth": 1.5, "elinewidth": 0.8, "label": method}
-            ax.errorbar(x, y, bars, color=color, **style)
+            ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
+            ends.setdefault(ax, []).append((method, color, x[-1], y[-1]))
         ax.axhline(0, color="black", linewidth=1)
-        ax.set(title=name, xlabel="density of the QK pairs [%]", xlim=(0, 100))
-    _add_legend(figure)
+        ax.set(title=name, xlabel="density of the QK pairs [%]", xlim=(0, 145), xticks=range(0, 101, 20))
+    figure.draw_without_rendering()  # the layout decides where the names go
+    for ax, curves in ends.items():
+        _name_curves(ax, curves)
     return figure
 
 
-def _add_legend(figure: Figure) -> None:
-    """Add one legend of all axes below them."""
-    handles: dict[str, Any] = {}
-    for ax in figure.axes:
-        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+def _name_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None:
+    """Write the name of each curve to the right of its end (name, color, x, y), a line apart from the next."""
+    heights = {curve: 72 / ax.figure.dpi * ax.transData.transform(curve[2:])[1] for curve in curves}
+    lowest = -math.inf
+    for curve, height in sorted(heights.items(), key=lambda item: item[1]):
+        name, color, *end = curve
+        lowest = max(height, lowest + 10)
+        ax.annotate(name, end, (7, lowest - height), textcoords="offset points", color=color, fontsize=8, va="center")
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
@@ -168,7 +178,8 @@ def speed_by_length(table: pd.DataFrame) -> Figure | None:
         ax.set(title=str(rows.device.iloc[0]), xlabel="tokens", xscale="log", yscale="log")
         _set_log_axes(ax)
     axes.flat[0].set(ylabel="speedup (above 1: faster)")
-    _add_legend(figure)
+    handles = dict(zip(*reversed(axes.flat[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 
@@ -176,10 +187,15 @@ def _set_log_axes(ax: Axes) -> None:
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(LogLocator(base=4, numticks=16))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1024:g}K"))
+    ax.xaxis.set_major_formatter(FuncFormatter(_binary_prefix))
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _binary_prefix(tokens: float, _: object) -> str:
+    """Format 16384 as 16K and 2**20 as 1M."""
+    return f"{tokens / 2**10:g}K" if tokens < 2**20 else f"{tokens / 2**20:g}M"
 
 
 # --- figures of a run ---

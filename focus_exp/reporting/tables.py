@@ -118,7 +118,7 @@ def _methods_by_length(points: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:
-    """Return the speedup of a layer at 65,536 and of a prefill at 8,192 tokens (CPU)."""
+    """Return the speedup of a layer at 32,768 and of a prefill at 8,192 tokens (CPU)."""
     if variant in ("lora", "full_finetuning"):
         return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
     cells: dict[str, Any] = {
@@ -126,9 +126,9 @@ def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:
         "method": "focus_dual" if variant.startswith("dual") else variant,
     }
     if variant == "focus_k1":
-        cells = {"source": "speed", "groups": 4, "top_k": 1, "assignment": "balanced", "experiment": "speed_methods"}
+        cells = {"source": "speed", "groups": 4, "top_k": 1, "assignment": "balanced", "experiment": "speed"}
     timings = select(speeds, cells)
-    layer = select(timings, {"clock": "attention", "tokens": 65_536})
+    layer = select(timings, {"clock": "attention", "tokens": 32_768})
     prefill = select(timings, {"clock": "prefill", "tokens": 8_192}) if variant != "focus_k1" else []
     return {
         "speedup_layer": layer[-1].value if layer else None,
