@@ -44,7 +44,8 @@ FITS: dict[type[AttentionMethod], Callable[..., dict[str, Tensor] | None]] = {
 
 def get_fit_key(options: FitOptions) -> dict[str, Any]:
     """Return the options that decide the parameters."""
-    return {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+    key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+    return key | {"rank": 0} if isinstance(options, DualConfig) else key  # as fits of earlier versions have it
 
 
 def fit_attached(
