@@ -110,9 +110,9 @@ def _name_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None:
     heights = {curve: 72 / ax.figure.dpi * ax.transData.transform(curve[2:])[1] for curve in curves}
     lowest = -math.inf
     for curve, height in sorted(heights.items(), key=lambda item: item[1]):
-        name, color, *end = curve
+        name, color, x, y = curve
         lowest = max(height, lowest + 10)
-        ax.annotate(name, end, (7, lowest - height), textcoords="offset points", color=color, fontsize=8, va="center")
+        ax.annotate(name, (x, y), (7, lowest - height), textcoords="offset points", color=color, fontsize=8, va="center")
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
