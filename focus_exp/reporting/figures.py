@@ -112,7 +112,9 @@ def _name_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None:
     for curve, height in sorted(heights.items(), key=lambda item: item[1]):
         name, color, x, y = curve
         lowest = max(height, lowest + 10)
-        ax.annotate(name, (x, y), (7, lowest - height), textcoords="offset points", color=color, fontsize=8, va="center")
+        ax.annotate(
+            name, (x, y), (7, lowest - height), textcoords="offset points", color=color, fontsize=8, va="center"
+        )
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
