@@ -19,7 +19,7 @@ import torch
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FitOptions
-from focus_exp.config import AttentionConfig, Config, DualConfig, get_method_options
+from focus_exp.config import AttentionConfig, Config, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.evaluation.controls import full_attention
 from focus_exp.evaluation.perplexity import PerplexityEvaluator, score
@@ -33,12 +33,10 @@ from focus_exp.models.methods import (
 )
 from focus_exp.speed.timing import Work, peak_memory, time_once
 from focus_exp.training.callbacks import PROBES_PER_PHASE, probe_tokens, route_tokens
-from focus_exp.training.fits import fit_one_layer, get_fit_key
-from focus_exp.training.focus_dual_fit.fit import dual_methods
+from focus_exp.training.fits import count_remaining, fit_one_layer
 from focus_exp.training.focus_dual_fit.importance import (
     count_fit_threads,
     map_in_threads,
-    open_fit,
     read_observations,
     record_observations,
 )
@@ -184,34 +182,25 @@ class CostEstimator:
 
     def time_fit(self, options: AttentionConfig) -> None:
         """Add what is left of the importance pass over the calibration sequences and of the fit of every layer."""
-        recorded, fitted = self.count_finished(options) if isinstance(options, DualConfig) else (0, 0)
         assert isinstance(options, FitOptions)
-        methods, (tokens,) = attached_methods(self.model), self.sequences.sample(1, 0)
-        if (recorded, fitted) == (options.calibration_sequences, len(methods)):
+        seed, cache = self.config.seed, cache_root(self.config.cache_dir)
+        sample = self.sequences.sample(options.calibration_sequences, seed + 1)
+        passes, remaining = count_remaining(self.model, sample, options, self.precision, cache, seed)
+        if not passes and not remaining:
             return
+        methods, tokens = attached_methods(self.model), sample[0]
         changed: Any = options
         device, layers = self.precision.device, list(methods)[: count_fit_threads(self.precision.device)]
         with tempfile.TemporaryDirectory() as folder:
             folders = (Path(folder) / str(number) for number in range(PASSES[1]))
             record = partial(record_observations, self.model, methods, [tokens], self.precision)
             seconds = self.time_pass(lambda: record(next(folders)))
-            self.seconds["fit"] += seconds * (options.calibration_sequences - recorded)
+            self.seconds["fit"] += seconds * passes
             paths = [*Path(folder, "1").iterdir()] * (options.calibration_sequences - options.validation_sequences)
 
             def fit(steps: int, layer: int) -> None:
                 observations, generator = read_observations(paths, layer), torch.Generator().manual_seed(0)
                 fit_one_layer(methods[layer], observations, replace(changed, fit_steps=steps), generator)
 
-            self.add_layers("fit", (len(methods) - fitted) / len(layers), options.fit_steps,
+            self.add_layers("fit", remaining / len(layers), options.fit_steps,
                             lambda steps: list(map_in_threads(partial(fit, steps), layers, device)))  # fmt: skip
-
-    def count_finished(self, options: DualConfig) -> tuple[int, int]:
-        """Count the sequences and the layers of a fit that earlier runs left in the cache."""
-        seed, cache, methods = self.config.seed, cache_root(self.config.cache_dir), sorted(dual_methods(self.model))
-        sample = self.sequences.sample(options.calibration_sequences, seed + 1)
-        with open_fit(cache, self.model, sample, self.precision, [], get_fit_key(options), methods, seed) as folder:
-            if (folder / "layers.safetensors").exists():
-                is_measured = any(folder.glob("curves*"))
-                return len(sample) - options.validation_sequences * (not is_measured), len(methods)
-            layers, parts = (len([*folder.glob(f"parts/{name}*")]) for name in ("layer", ""))
-            return parts - layers, layers

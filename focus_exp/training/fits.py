@@ -5,7 +5,8 @@ Runs that differ in their budget only share one cached fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,38 @@ def get_fit_key(options: FitOptions) -> dict[str, Any]:
     return key | {"rank": 0} if isinstance(options, DualConfig) else key  # as fits of earlier versions have it
 
 
+def fitted_methods(model: PreTrainedModel) -> dict[int, Any]:
+    """Return the attached methods that are fitted, by layer; a budget may have removed what is fitted."""
+    return {i: m for i, m in attached_methods(model).items() if hasattr(m, "mean")}
+
+
+@contextmanager
+def open_attached(
+    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
+) -> Iterator[Path]:
+    """Lock and yield the folder in the cache of what `fit_attached` makes of these arguments."""
+    methods = fitted_methods(model)
+    # earlier versions hashed the sequences that choose a budget too
+    hashed, names = sequences, list[str]()
+    if not isinstance(options, DualConfig):
+        hashed, names = sequences[: -options.validation_sequences], [next(iter(methods.values())).name]
+    with open_fit(cache, model, hashed, precision, names, get_fit_key(options), sorted(methods), seed) as folder:
+        yield folder
+
+
+def count_remaining(
+    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
+) -> tuple[int, int]:
+    """Count the passes over sequences and the layers that `fit_attached` has left to do, after earlier runs."""
+    calibration = len(sequences) - options.validation_sequences
+    passes = len(sequences) if isinstance(options, DualConfig) else calibration
+    with open_attached(model, sequences, options, precision, cache, seed) as folder:
+        if (folder / "layers.safetensors").exists():
+            return 0 if any(folder.glob("curves*")) else passes - calibration, 0
+        layers, parts = (len([*folder.glob(f"parts/{name}*")]) for name in ("layer", ""))
+        return passes - (parts - layers), len(fitted_methods(model)) - layers
+
+
 def fit_attached(
     model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
 ) -> tuple[list[Measurement], float]:
@@ -59,21 +92,18 @@ def fit_attached(
     Returns:
         Measurements of the fit, and the seconds that it took.
     """
-    # a budget may have removed all that is fitted
-    methods: dict[int, Any] = {i: m for i, m in attached_methods(model).items() if hasattr(m, "mean")}
+    methods = fitted_methods(model)
     if not methods:
         return [], 0.0
     kind = type(next(iter(methods.values())))
     calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
-    # keys of the cache: earlier versions hashed the sequences that choose a budget too
-    hashed, names = (sequences, []) if isinstance(options, DualConfig) else (calibration, [kind.name])
     importance = getattr(options, "fit_to", "attention" if issubclass(kind, BlockGate) else "loss")
 
     def fit(method: Any, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
         measured = fit_one_layer(method, observations, options, generator)
         return method.state_dict() | measured
 
-    with open_fit(cache, model, hashed, precision, names, get_fit_key(options), sorted(methods), seed) as folder:
+    with open_attached(model, sequences, options, precision, cache, seed) as folder:
         states, seconds = fit_layers(model, methods, calibration, precision, folder, seed, fit, importance)
         if isinstance(options, DualConfig):
             load_layers(methods, states, options.counts)
