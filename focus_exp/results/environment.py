@@ -11,7 +11,7 @@ from typing import Any
 
 PACKAGES = (
     "focus_exp", "torch", "transformers", "lightning", "pytorch_lightning", "hydra-core", "omegaconf", "datasets",
-    "tokenizers", "numpy", "wandb", "lm_eval", "peft",
+    "tokenizers", "numpy", "wandb", "lm_eval", "peft", "flash-attn",
 )  # fmt: skip
 
 CODE = (":/focus_exp", ":/conf")  # what decides the numbers of a run
