@@ -110,7 +110,7 @@ class SpeedBenchmark:
     def model_tasks(self) -> list[Task]:
         """Return the clocks of the whole model where its routers are trained."""
         prefills, decodes = self.settings.prefill_lengths, self.settings.decode_lengths
-        if not self.is_trained and self.config.has_router:
+        if not self.is_trained:
             if prefills or decodes:
                 print("no trained router, so the whole model is not timed; give adapter= or train one")
             return []
