@@ -250,7 +250,7 @@ def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
             for row in rows
         ]
     shown["trainable parameters"] = [format_number(row["trainable_params"], 0) for row in rows]
-    shown["speedup, layer, 65k"] = [format_significant(row["speedup_layer"]) for row in rows]
+    shown["speedup, layer, 32k"] = [format_significant(row["speedup_layer"]) for row in rows]
     shown["speedup, prefill, 8k"] = [format_significant(row["speedup_prefill"]) for row in rows]
     return pd.DataFrame(shown)
 

@@ -28,6 +28,26 @@ from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import replace_file
 
 TABLE = "table.md"
+LABELS = {  # of metrics in the tables of a run
+    "dominance": "largest group",
+    "dominance_worst": "largest group, worst layer",
+    "dominance_most": "largest group, worst step",
+    "dead_groups": "empty groups",
+    "dead_groups_worst": "empty groups, worst layer",
+    "dead_groups_most": "empty groups, worst step",
+    "assignment_entropy": "entropy [nats]",
+    "stability": "same group as before",
+    "assignment_overlap_renamed": "same group as before, renamed",
+    "layer_confidence": "confidence",
+    "class_nll": "NLL [nats]",
+    "class_nll_change": "NLL change [nats]",
+    "generated_tokens": "tokens",
+    "continuation_nll": "NLL under the base [nats]",
+    "agreeing_tokens": "tokens as the base",
+    "generation_seconds": "time [s]",
+    "keys_read": "keys read a layer",
+    "cache_bytes": "KV cache [bytes]",
+}
 
 
 def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
@@ -106,7 +126,11 @@ def quality_table(rows: list[Row]) -> pd.DataFrame:
         }
         for row in scored
     ]
-    frame = pd.DataFrame(shown)
+    return without_repeated_routing(pd.DataFrame(shown))
+
+
+def without_repeated_routing(frame: pd.DataFrame) -> pd.DataFrame:
+    """Drop the column `routing` where it only repeats the variant."""
     return frame.drop(columns="routing") if len(frame) and (frame.routing == frame.variant).all() else frame
 
 
@@ -129,14 +153,15 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
             {
                 "task": row.task,
                 "metric": row.task_metric or ABSENT,
-                "variant": row.variant or BASE,
+                "variant": BASE if row.kind == "base" else row.variant,
+                "routing": row.subject.partition(f" {row.task} ")[0],
                 "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
                 "change": _change(changes.get(_key(row, BASE)), percent if fraction else to_percent),
                 "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),
             }
         )
-    return pd.DataFrame(shown)
+    return without_repeated_routing(pd.DataFrame(shown))
 
 
 def speed_table(rows: list[Row]) -> pd.DataFrame:
@@ -170,7 +195,14 @@ def pivot_table(rows: list[Row], source: str, index: list[str]) -> pd.DataFrame:
         return pd.DataFrame()
     frame = pd.DataFrame(cells).astype({"value": float})
     wide = frame.pivot_table(index=index, columns="metric", values="value", sort=False).reset_index()
+    wide = wide.drop(columns=[name for name in index if (wide[name] == ABSENT).all()]).rename(columns=label_metric)
     return wide.map(lambda cell: cell if isinstance(cell, str) else format_significant(cell))
+
+
+def label_metric(name: str) -> str:
+    """Return a metric, and what follows it in the column's name, in words."""
+    metric, _, rest = name.partition(" ")
+    return f"{LABELS.get(metric, metric.replace('_', ' '))} {rest}".strip()
 
 
 RUN_TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
