@@ -108,9 +108,10 @@ def test_power_contains_golden(content):
         assert (abs(ours - row).max(axis=1) < 1e-9).any()
 
 
-def test_pitfalls_equal_golden(content):
+def test_pitfalls_of_the_first_model_equal_golden(content):
     golden = pd.read_csv(GOLDEN / "traps.csv")["difference"]
-    assert sorted(content["pitfalls"].value.dropna()) == pytest.approx(sorted(golden.dropna()), abs=1e-9)
+    rows = content["pitfalls"][~content["pitfalls"].run.str.contains("gemma3|qwen")]
+    assert sorted(rows.value.dropna()) == pytest.approx(sorted(golden.dropna()), abs=1e-9)
 
 
 # --- form ---

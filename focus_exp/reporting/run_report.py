@@ -153,7 +153,7 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
             {
                 "task": row.task,
                 "metric": row.task_metric or ABSENT,
-                "variant": BASE if row.kind == "base" else row.variant,
+                "variant": BASE if row.kind == "base" or row.variant is None else row.variant,
                 "routing": row.subject.partition(f" {row.task} ")[0],
                 "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
                 "change": _change(changes.get(_key(row, BASE)), percent if fraction else to_percent),
