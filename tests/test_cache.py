@@ -25,7 +25,6 @@ from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import grouped_caches, is_grouped
 from focus_exp.models.load import load_model
 from focus_exp.models.methods import attached_methods, observe_selections
-from focus_exp.speed.layer import slice_selection
 
 FAMILIES = ["gpt2", "llama"]
 RULES = [(1, "query_topk"), (2, "query_topk"), (2, "share"), (3, "share")]
@@ -109,7 +108,8 @@ def test_grouped_cache_any_selection_equals_reference(data, sizes):
             new = slice(begin, begin + count)
             valid = None if sequence.valid is None else sequence.valid[:, new]
             some = Sequence(sequence.start[:, new] - begin, valid)
-            selected = slice_selection(selection, new)
+            parts = {n: x[..., new, :] for n, x in vars(selection).items() if isinstance(x, torch.Tensor)}
+            selected = replace(selection, **parts)
             if begin:
                 found.append(cache.attend(q[:, :, new], k[:, :, new], v[:, :, new], selected, some, args))
             cache.append(k[:, :, new], v[:, :, new], selected, some)

@@ -142,7 +142,6 @@ def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_pat
     assert {(row.clock, row.seq_len, row.groups, row.assignment) for row in rows} == {
         *((clock, n, k, a) for clock in ("attention", "kernels") for n in (48, 80) for a, k in layers),
         *(("attention step", 64, k, a) for a, k in layers),
-        *(("decode", 40, k, a) for a, k in layers),
         ("decode model", 40, 2, "trained"),
         ("prefill", 64, 2, "trained"),
     }
@@ -159,13 +158,13 @@ def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_pat
 def test_interrupted_bench_job_starts_again_and_a_failure_keeps_its_error(tmp_path, monkeypatch):
     real, calls = bench.time_attention, []
 
-    def stopping(layer, length, groupings):
+    def stopping(layer, length, *rest):
         calls.append(length)
         if len(calls) == 2:
             signal.raise_signal(signal.SIGTERM)
         if length == 64:
             raise RuntimeError("out of everything")
-        return real(layer, length, groupings)
+        return real(layer, length, *rest)
 
     monkeypatch.setattr(bench, "time_attention", stopping)
     command = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.lengths=[32,48,64]", *LAYER_ONLY]

@@ -29,7 +29,7 @@ Metrics
                nll_change:lambada_openai, nll_change@8192; what the mask did on the requests of a task:
                requests:<task>, distant_density:<task>, eval_seconds:<task>
     speed      latency_ms, speedup [x, reference full], peak_memory_bytes;
-               settings: clock (kernels, attention, prefill, attention step, decode, decode model), seq_len
+               settings: clock (kernels, attention, prefill, attention step, decode model), seq_len
     routing    group_fraction [layer, group], dominance (largest group, mean over layers), dominance_worst,
                dead_groups, dead_groups_worst, confidence, assignment_entropy, assignment_overlap (same group as at the
                probe before); settings: phase, step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,14 +20,8 @@ from focus_exp.errors import first_line
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.layer import Layer, Methods, time_attention, time_decode, time_fitted, time_methods
-from focus_exp.speed.model import (
-    attention_dtype,
-    describe_router,
-    model_shape,
-    time_decode_model,
-    time_prefill,
-)
+from focus_exp.speed.layer import Layer, Methods, build_method, time_attention, time_methods
+from focus_exp.speed.model import describe_router, model_shape, time_decode_model, time_prefill
 from focus_exp.speed.timing import compare_times
 from focus_exp.speed.workload import Groups, balanced
 from focus_exp.training.precision import Precision
@@ -39,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 PREFILL_REPEATS = 2
 DECODE_REPEATS = 3
 
-Task = tuple[str, int, Callable[[], Iterable[Measurement]]]  # clock, tokens, measurement
+Task = tuple[str, int, Callable[[int], Iterable[Measurement]]]  # clock, tokens, what measures it
 
 
 class SpeedBenchmark:
@@ -76,67 +69,36 @@ class SpeedBenchmark:
 
     def run(self) -> Iterator[Measurement]:
         """Yield all measurements, and print each speedup."""
-        layers = self.router_tasks() if self.config.has_router else self.fitted_tasks()
-        tasks = [*layers, *self.model_tasks(), *self.method_tasks()]
-        for clock, length, measure in ProgressBar(tasks, desc="speed", unit="length"):
+        for clock, length, measure in ProgressBar(self.tasks(), desc="speed", unit="length"):
             for measurement in self.measure(clock, length, measure):
                 print_speedup(measurement)
                 yield measurement
 
-    def router_tasks(self) -> list[Task]:
-        """Return the clocks of one layer of Focus."""
-        settings, layer = self.settings, self.layer
-        decode_layer = replace(layer, dtype=attention_dtype(self.model, self.precision))
+    def tasks(self) -> list[Task]:
+        """Return the clocks of one layer, of the whole model where its routers are trained, and of other methods."""
+        settings, device = self.settings, self.precision.device
+        lengths = settings.lengths or (GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS)
+        tasks: list[Task] = [("attention", n, self.time_layer) for n in lengths]
+        tasks += [("attention step", n, partial(self.time_layer, backward=True)) for n in settings.step_lengths]
+        if self.is_trained:
+            prefill = partial(self.time_model, time_prefill, PREFILL_REPEATS)
+            tasks += [("prefill", n, prefill) for n in settings.prefill_lengths]
+            positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+            decode = partial(self.time_model, time_decode_model, DECODE_REPEATS)
+            tasks += [("decode model", n, decode) for n in settings.decode_lengths if n <= positions]
+        elif settings.prefill_lengths or settings.decode_lengths:
+            print("no trained router, so the whole model is not timed; give adapter= or train one")
+        return tasks + [("methods", n, self.time_methods) for n in lengths if self.methods]
 
-        def of_layer(measure: Callable[..., Iterable[Measurement]], layer: Layer, length: int) -> Iterable[Measurement]:
-            return measure(layer, length, self.groupings(length))
-
-        step = partial(time_attention, backward=True)
-        return [
-            *(("attention", n, partial(of_layer, time_attention, layer, n)) for n in self.lengths),
-            *(("attention step", n, partial(of_layer, step, layer, n)) for n in settings.step_lengths),
-            *(("decode", n, partial(of_layer, time_decode, decode_layer, n)) for n in settings.decode_lengths),
-        ]
-
-    def fitted_tasks(self) -> list[Task]:
-        """Return the clock of one layer of another attached method."""
-        name = self.config.attention.name
-
-        def of_layer(length: int) -> Iterable[Measurement]:
-            return time_fitted(self.layer, length, name, *self.fitted_layer)
-
-        return [("attention", n, partial(of_layer, n)) for n in self.lengths]
-
-    def model_tasks(self) -> list[Task]:
-        """Return the clocks of the whole model where its routers are trained."""
-        prefills, decodes = self.settings.prefill_lengths, self.settings.decode_lengths
-        if not self.is_trained:
-            if prefills or decodes:
-                print("no trained router, so the whole model is not timed; give adapter= or train one")
-            return []
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        return [
-            *(("prefill", n, partial(self.time_model, time_prefill, n, PREFILL_REPEATS)) for n in prefills),
-            *(
-                ("decode model", n, partial(self.time_model, time_decode_model, n, DECODE_REPEATS))
-                for n in decodes
-                if n <= positions
-            ),
-        ]
-
-    def method_tasks(self) -> list[Task]:
-        """Return a layer of each of `methods` at every length."""
-        return [
-            ("methods", n, partial(time_methods, self.layer, n, self.methods)) for n in self.lengths if self.methods
-        ]
-
-    @property
-    def lengths(self) -> Iterable[int]:
-        """Return the tokens of one layer."""
-        return self.settings.lengths or (GPU_LENGTHS if self.precision.device.type == "cuda" else CPU_LENGTHS)
+    def time_layer(self, length: int, backward: bool = False) -> Iterable[Measurement]:
+        """Time one layer of the attached method."""
+        if self.config.has_router:
+            return time_attention(self.layer, length, self.groupings(length), backward)
+        method, hidden = self.fitted_layer
+        return time_methods(self.layer, length, {self.config.attention.name: lambda: method}, hidden)
 
     def time_model(
-        self, measure: Callable[..., Iterable[Measurement]], length: int, most: int
+        self, measure: Callable[..., Iterable[Measurement]], most: int, length: int
     ) -> Iterable[Measurement]:
         """Time the whole model on `length` tokens, with at most so many repeats."""
         name = "focus" if self.config.has_router else self.config.attention.name
@@ -144,15 +106,20 @@ class SpeedBenchmark:
         repeats = min(most, self.settings.repeats)
         return measure(self.model, self.tokens(length), self.precision, repeats, name, **settings)
 
-    def measure(self, clock: str, length: int, measure: Callable[[], Iterable[Measurement]]) -> list[Measurement]:
+    def time_methods(self, length: int) -> Iterable[Measurement]:
+        """Time a layer of each of `methods`."""
+        methods = self.methods.items()
+        builders = {name: partial(build_method, self.layer, method, **options) for name, (method, options) in methods}
+        return time_methods(self.layer, length, builders)
+
+    def measure(
+        self, clock: str, length: int, measure: Callable[[int], Iterable[Measurement]]
+    ) -> Iterable[Measurement]:
         """Return the measurements of a clock; a failure becomes one with its error."""
         try:
-            return list(measure())
+            return list(measure(length))
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            return self.describe_failure(clock, length, f"{type(error).__name__}: {first_line(error)}")
-
-    def describe_failure(self, clock: str, length: int, error: str) -> list[Measurement]:
-        settings = {"clock": clock.removeprefix("methods "), "seq_len": length, "error": error}
+            settings = {"clock": clock, "seq_len": length, "error": f"{type(error).__name__}: {first_line(error)}"}
         if not self.config.has_router:
             name = self.config.attention.name
             return compare_times(name, {}, {}, settings | {"method": name})

@@ -1,22 +1,18 @@
-"""One attention layer against full attention: attention, kernels alone, a training step, decoding, other methods."""
+"""One attention layer against full attention: attention, kernels alone, a training step, other methods."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
-from statistics import mean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import Backend
-from focus_exp.attention.kv_cache import GroupedCache
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 from focus_exp.errors import first_line
@@ -29,15 +25,11 @@ from focus_exp.speed.workload import (
     density,
     full_attention,
     full_attention_kernels,
-    make_layer,
     run_full_step,
-    use_sparse_path,
 )
 
 ROUND_SECONDS = 20.0  # total of a case: slower calls are repeated less often
 MIN_REPEATS = 3
-STEPS = 16  # tokens decoded one after the other in one measurement
-STATIC_ROOM = 1024  # tokens that a static cache has room for beyond those that it holds
 
 Methods = dict[str, tuple[str, dict[str, Any]]]  # name -> method in the registry and its options
 
@@ -80,14 +72,17 @@ class BenchmarkCase:
 
     layer: Layer
     groups: Groups
-    method: Focus
+    method: AttentionMethod
     selection: Selection
     sequence: Sequence
     kernel: Backend
 
     @staticmethod
     def build(layer: Layer, groups: Groups, tensors: Tensors) -> BenchmarkCase:
-        method = make_layer(layer.shape, groups, layer.window, layer.sinks, layer.backend, layer.device)
+        method = build_method(
+            layer, "focus", groups=groups.count, window=layer.window, sinks=layer.sinks, top_k=groups.top_k,
+            pair_rule=groups.pair_rule, train_with="hard",
+        )  # fmt: skip
         selection = groups.select(tensors.length, layer.device)
         sequence = Sequence.plain(1, tensors.length, layer.device)
         kernels = method.select_kernels(tensors.q, selection, sequence, layer.args)
@@ -111,15 +106,6 @@ class BenchmarkCase:
     def attend(self, tensors: Tensors, selection: Selection) -> Tensor:
         return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, self.layer.args)
 
-    def compare(self, clock: str, full: dict[str, Any], ours: dict[str, Any], **settings: Any) -> list[Measurement]:
-        """Return the measurements of one clock from the numbers of both sides."""
-        length = self.sequence.start.shape[1]
-        return compare_times(
-            "focus", full, ours,
-            {"clock": clock, "path": self.kernel.name, **self.layer.describe(length, self.groups), **settings},
-            density=density(self.selection, length, self.layer.window, self.layer.sinks),
-        )  # fmt: skip
-
 
 def time_attention(layer: Layer, length: int, groupings: list[Groups], backward: bool = False) -> Iterator[Measurement]:
     """Time all groupings in turn with full attention: with routing and without, or, forward and backward, with it.
@@ -140,11 +126,16 @@ def time_attention(layer: Layer, length: int, groupings: list[Groups], backward:
         seconds = time_in_turns(works, repeats, layer.device)
         full_peak, *peaks = measure_peaks(layer, length, groupings, name, backward)
     for number, case in enumerate(cases):
+        kept = density(case.selection, length, layer.window, layer.sinks)
         for clock in clocks:
             theirs, ours = (full_peak, peaks[number]) if clock != "kernels" else (None, None)
-            yield from case.compare(
-                clock, {"seconds": seconds["full"], "peak_bytes": theirs},
-                {"seconds": seconds[f"{number} {clock}"], "peak_bytes": ours}, full_kernel=name, repeats=repeats,
+            settings = {
+                "clock": clock, "path": case.kernel.name, **layer.describe(length, case.groups), "full_kernel": name,
+                "repeats": repeats,
+            }  # fmt: skip
+            yield from compare_times(
+                "focus", {"seconds": seconds["full"], "peak_bytes": theirs},
+                {"seconds": seconds[f"{number} {clock}"], "peak_bytes": ours}, settings, kept,
             )  # fmt: skip
 
 
@@ -169,137 +160,58 @@ def layer_tensors(layer: Layer, length: int, backward: bool = False) -> Tensors:
 
 
 @torch.no_grad()
-def time_methods(layer: Layer, length: int, methods: Methods) -> Iterator[Measurement]:
-    """Time routing and attention of other methods in turn with full attention; a failure has its error."""
-    tensors = layer_tensors(layer, length)
-    kernel, full = full_attention(tensors, layer.device)
-    works: dict[str, Work] = {"full": full}
-    round_seconds = time_once(full, layer.device)
-    paths: dict[str, str | None] = {}
-    errors: dict[str, str] = {}
-    for name, (method, options) in methods.items():
-        try:
-            built = build_method(layer, method, options)
-            work = partial(run_method, built, tensors, layer.args)
-            round_seconds += time_once(work, layer.device)
-            works[name], paths[name] = work, built.path
-        except (RuntimeError, ValueError) as error:
-            errors[name] = f"{type(error).__name__}: {first_line(error)}"
-    repeats = layer.limit_repeats(round_seconds)
-    seconds = time_in_turns(works, repeats, layer.device)
-    for name in methods:
-        settings = {"clock": "attention", **layer.describe(length), "method": name, "error": errors.get(name)}
-        if name in errors:
-            yield from compare_times(name, {}, {}, settings)
-        else:
-            settings |= {"full_kernel": kernel, "path": paths[name], "repeats": repeats}
-            yield from compare_times(name, {"seconds": seconds["full"]}, {"seconds": seconds[name]}, settings)
-
-
-@torch.no_grad()
-def time_fitted(layer: Layer, length: int, name: str, method: AttentionMethod, hidden: Tensor) -> list[Measurement]:
-    """Time routing and attention of a fitted layer in turn with full attention.
+def time_methods(
+    layer: Layer, length: int, builders: Mapping[str, Callable[[], AttentionMethod]], hidden: Tensor | None = None
+) -> Iterator[Measurement]:
+    """Time routing and attention of methods in turn with full attention; a failure has its error.
 
     Args:
-        hidden: `(1, n, E)`, hidden states of held-out tokens, which are repeated; q, k and v are random.
+        builders: of the methods by name.
+        hidden: `(1, n, E)`, hidden states of held-out tokens, which are repeated, for methods that were fitted; q, k
+            and v are random.
     """
-    tensors = layer_tensors(layer, length)
-    hidden = hidden.repeat(1, -(-length // hidden.shape[1]), 1)[:, :length]
-    tensors = replace(tensors, hidden=hidden.to(tensors.hidden))
-    kernel, full = full_attention(tensors, layer.device)
-    works: dict[str, Work] = {"full": full, "ours": partial(run_method, method, tensors, layer.args)}
-    repeats = layer.limit_repeats(sum(time_once(work, layer.device) for work in works.values()))
-    seconds = time_in_turns(works, repeats, layer.device)
-    sequence = Sequence.plain(1, length, layer.device)
-    settings = {
-        "clock": "attention", **layer.describe(length), "method": name, "assignment": "trained", "full_kernel": kernel,
-        "path": method.path, "repeats": repeats,
-    }  # fmt: skip
-    density = method.count_pairs(method.route(tensors.hidden, sequence), sequence).density
-    return compare_times(name, {"seconds": seconds["full"]}, {"seconds": seconds["ours"]}, settings, density)
+    tensors, sequence = layer_tensors(layer, length), Sequence.plain(1, length, layer.device)
+    case: dict[str, Any] = {"clock": "attention", **layer.describe(length)}
+    if hidden is not None:
+        hidden = hidden.repeat(1, -(-length // hidden.shape[1]), 1)[:, :length]
+        tensors, case["assignment"] = replace(tensors, hidden=hidden.to(tensors.hidden)), "trained"
+    case["full_kernel"], full = full_attention(tensors, layer.device)
+    works: dict[str, Work] = {"full": full}
+    round_seconds = time_once(full, layer.device)
+    methods: dict[str, AttentionMethod] = {}
+    errors: dict[str, str] = {}
+    for name, build_one in builders.items():
+        try:
+            method = build_one()
+            work = partial(run_method, method, tensors, layer.args)
+            round_seconds += time_once(work, layer.device)
+            works[name], methods[name] = work, method
+        except (RuntimeError, ValueError) as error:
+            errors[name] = f"{type(error).__name__}: {first_line(error)}"
+    case["repeats"] = layer.limit_repeats(round_seconds)
+    seconds = time_in_turns(works, case["repeats"], layer.device)
+    for name in builders:
+        if name in errors:
+            yield from compare_times(name, {}, {}, case | {"method": name, "error": errors[name]})
+            continue
+        method, kept = methods[name], None
+        if hidden is not None:
+            kept = method.count_pairs(method.route(tensors.hidden, sequence), sequence).density
+        settings = case | {"method": name, "path": method.path}
+        yield from compare_times(name, {"seconds": seconds["full"]}, {"seconds": seconds[name]}, settings, kept)
 
 
-def build_method(layer: Layer, method: str, options: dict[str, Any]) -> AttentionMethod:
+def build_method(layer: Layer, method: str, **options: Any) -> AttentionMethod:
+    """Build a layer of a method with hard routing, on the sparse path at every length where it has these."""
     shape = layer.shape
     built = build(method, LayerShape(shape.width, shape.heads, shape.head_dim, 0, shape.kv_heads), **options)
-    return use_sparse_path(built, layer.backend, layer.device)
+    if isinstance(built, Focus):
+        built.hard = True
+    built.backend, built.sparse_from = layer.backend, 0
+    return built.to(layer.device).eval()
 
 
 def run_method(method: AttentionMethod, tensors: Tensors, args: AttentionArgs) -> Tensor:
     sequence = Sequence.plain(1, tensors.length, tensors.hidden.device)
     selection = method.route(tensors.hidden, sequence)
     return method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, args)
-
-
-@torch.no_grad()
-def time_decode(layer: Layer, length: int, groupings: list[Groups]) -> Iterator[Measurement]:
-    """Time the clock "decode": attention of one token after `length` others, with a KV cache."""
-    tensors = layer_tensors(layer, length)
-    new = Tensors.random(layer.shape, STEPS, layer.dtype, layer.device, seed=1)
-    cases = [Decoding(layer, groups, tensors, new) for groups in groupings]
-    works: dict[str, Work] = {"full": full_steps(tensors, new)}
-    works |= {str(number): case.run for number, case in enumerate(cases)}
-    seconds = time_in_turns(works, layer.repeats, layer.device)
-    token_bytes = 2 * layer.shape.kv_heads * layer.shape.head_dim * tensors.k.element_size()
-    for number, case in enumerate(cases):
-        settings = {
-            "clock": "decode", "full_kernel": "StaticLayer, sdpa", "path": "cached", "repeats": layer.repeats,
-        }  # fmt: skip
-        yield from compare_times(
-            "focus",
-            {"seconds": seconds["full"] / STEPS, "peak_bytes": length * token_bytes},
-            {"seconds": seconds[str(number)] / STEPS, "peak_bytes": case.cache_bytes},
-            layer.describe(length, case.groups) | settings,
-            density=mean(case.reads) / (length + 1),
-        )  # fmt: skip
-
-
-class Decoding:
-    """A Focus layer with a cache that gets STEPS tokens one after the other."""
-
-    def __init__(self, layer: Layer, groups: Groups, tensors: Tensors, new: Tensors) -> None:
-        self.layer, self.groups, self.new = layer, groups, new
-        self.method = make_layer(layer.shape, groups, layer.window, layer.sinks, "masked", layer.device)
-        selection = groups.select(tensors.length + STEPS, layer.device)
-        places = range(tensors.length, tensors.length + STEPS)
-        self.step_selections = [slice_selection(selection, slice(place, place + 1)) for place in places]
-        self.cache = GroupedCache(layer.window, layer.sinks)
-        before = slice_selection(selection, slice(0, tensors.length))
-        self.cache.append(tensors.k, tensors.v, before, Sequence.plain(1, tensors.length, layer.device))
-        self.cache_bytes = self.cache.bytes
-        self.reads: list[int] = []
-
-    def run(self) -> None:
-        """Route each token, attend over what it reads, and append it to the cache."""
-        for step, selection in enumerate(self.step_selections):
-            row = slice(step, step + 1)
-            q, k, v = (x[:, :, row] for x in (self.new.q, self.new.k, self.new.v))
-            sequence = Sequence(torch.full((1, 1), -self.cache.length, device=q.device))
-            self.method.route(self.new.hidden[:, row], sequence)
-            self.cache.attend(q, k, v, selection, sequence, self.layer.args)
-            self.reads.append(self.cache.pairs_read)
-            self.cache.append(k, v, selection, sequence)
-
-
-def slice_selection(selection: Selection, rows: slice) -> Selection:
-    """Return the selection of some tokens."""
-    tensors: dict[str, Any] = {n: x[..., rows, :] for n, x in vars(selection).items() if isinstance(x, Tensor)}
-    return replace(selection, **tensors)
-
-
-def full_steps(tensors: Tensors, new: Tensors) -> Work:
-    """Return decoding by full attention with a cache of fixed size, written in place."""
-    from transformers.cache_utils import StaticLayer  # tests/gpu_clock.py runs without transformers
-
-    cache = StaticLayer(max_cache_len=tensors.length + STATIC_ROOM)
-    cache.update(tensors.k, tensors.v)
-    places = count(tensors.length + 1)
-
-    def run() -> None:
-        for step in range(STEPS):
-            q, k, v = (x[:, :, step : step + 1] for x in (new.q, new.k, new.v))
-            length = next(places)
-            keys, values = (x[:, :, :length] for x in cache.update(k, v))
-            F.scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != k.shape[1])
-
-    return run

@@ -157,10 +157,6 @@ def describe_model(model: PreTrainedModel, precision: Precision) -> dict[str, An
     return {"layer": str(model_shape(model)), "dtype": dtype}
 
 
-def attention_dtype(model: PreTrainedModel, precision: Precision) -> torch.dtype:
-    return torch.bfloat16 if precision.autocast else model.dtype
-
-
 def attention_name(model: PreTrainedModel) -> str:
     """Return the base model's own attention implementation."""
     with disable_method(model):

@@ -7,23 +7,19 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import repeat_kv
-from focus_exp.attention.focus import Focus
 from focus_exp.attention.kernels import cpu_sparse
 from focus_exp.attention.kernels.gpu_sparse import import_error
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, count_unpadded_pairs, select
 from focus_exp.speed.timing import Work, time_once
 
 SLOWEST = "sdpa-math"
-Method = TypeVar("Method", bound=AttentionMethod)
 
 
 @dataclass(frozen=True)
@@ -96,23 +92,6 @@ def balanced(groups: int, length: int, top_k: int = 1, pair_rule: str = "query_t
     first = torch.randperm(length, generator=generator) % groups
     others = torch.rand(1, length, groups, generator=generator)
     return Groups("balanced", others + F.one_hot(first, groups), top_k, pair_rule)
-
-
-def make_layer(shape: Shape, groups: Groups, window: int, sinks: int, backend: str, device: torch.device) -> Focus:
-    """Build a Focus layer with hard routing on the sparse path."""
-    method = Focus.create(
-        LayerShape(shape.width, shape.heads, shape.head_dim, 0), groups=groups.count, window=window, sinks=sinks,
-        top_k=groups.top_k, pair_rule=groups.pair_rule, train_with="hard",
-    )  # fmt: skip
-    return use_sparse_path(method, backend, device)
-
-
-def use_sparse_path(method: Method, backend: str, device: torch.device) -> Method:
-    """Set hard routing and the sparse path at every length, where a method has them."""
-    if isinstance(method, Focus):
-        method.hard = True
-    method.backend, method.sparse_from = backend, 0
-    return method.to(device).eval()
 
 
 def density(selection: Selection, length: int, window: int, sinks: int) -> float:
