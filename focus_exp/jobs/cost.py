@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,16 +22,8 @@ from focus_exp.config import AttentionConfig, Config, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.evaluation.controls import full_attention
 from focus_exp.evaluation.perplexity import PerplexityEvaluator, score
-from focus_exp.models.methods import (
-    attached_methods,
-    find_routers,
-    is_causal,
-    set_routing,
-    swap_attachment,
-    swap_methods,
-)
+from focus_exp.models.methods import attached_methods, find_routers, is_causal, set_routing, swap_attachment
 from focus_exp.speed.timing import Work, peak_memory, time_once
-from focus_exp.training.callbacks import PROBES_PER_PHASE, probe_tokens, route_tokens
 from focus_exp.training.fits import count_remaining, fit_one_layer
 from focus_exp.training.focus_dual_fit.importance import (
     count_fit_threads,
@@ -42,10 +33,9 @@ from focus_exp.training.focus_dual_fit.importance import (
 )
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.phases import set_training_mode
-from focus_exp.training.warm_start import AttentionProbe, fit_router, run_forward
 
 TIMED_STEPS = (4, 64)  # steps of a layer-wise fit: the difference leaves out what does not grow with them
-PASSES, TIMING_SECONDS = (2, 4), 4.0  # passes that are timed, at least and at most; seconds that end the latter
+PASSES = 2
 
 
 class CostEstimator:
@@ -90,23 +80,12 @@ class CostEstimator:
         return f"estimate: {sum(minutes.values()):.1f} minutes ({parts}{without}), {gigabytes:.1f} GB"
 
     def time_pass(self, work: Work) -> float:
-        """Return the least seconds of several passes: other programs only add to them, and the first one allocates."""
-        seconds: list[float] = []
-        least, most = PASSES
-        while len(seconds) < least or (len(seconds) < most and sum(seconds) < TIMING_SECONDS):
-            seconds.append(time_once(work, self.precision.device))
-        return min(seconds)
+        """Return the seconds of the fastest pass; the first one allocates."""
+        return min(time_once(work, self.precision.device) for _ in range(PASSES))
 
     def add(self, stage: str, count: float, work: Work) -> None:
         if count:
             self.seconds[stage] += count * self.time_pass(work)
-
-    def add_layers(self, stage: str, layers: float, steps: int, fit: Callable[[int], Any]) -> None:
-        """Add layer-wise fits of so many steps; fit(steps) fits one layer, or as many as run at a time."""
-        if layers:
-            short, long = (self.time_pass(partial(fit, count)) for count in TIMED_STEPS)
-            step = max(0.0, long - short) / (TIMED_STEPS[1] - TIMED_STEPS[0])
-            self.seconds[stage] += layers * max(0.0, short + step * (steps - TIMED_STEPS[0]))
 
     def time_scoring(self) -> None:
         """Add what `PerplexityEvaluator.measure_attached` and, between phases, `measure_phase` score."""
@@ -131,12 +110,14 @@ class CostEstimator:
                 self.add("scoring", count * batches, one)
 
     def time_training(self) -> None:
-        """Add the warm start, the steps and probes of every phase, and the calibration of the balance."""
-        config, model, steps = self.config, self.model, [phase.steps for _, phase in self.config.phases]
-        if not any(steps):
+        """Add the steps of every phase; the warm start, probes and calibration of the balance take seconds."""
+        config, model = self.config, self.model
+        if not any(phase.steps for _, phase in config.phases):
             return
-        if config.has_router and config.focus.warm_start_sequences:
-            self.time_warm_start()
+        if config.has_router:  # of each layer the warm start keeps (T, E) and (T, T) in bfloat16
+            length, warm_start = config.data.seq_len, config.focus.warm_start_sequences
+            elements = sum(length * (method.shape.width + length) for method in find_routers(model).values())
+            self.memory.append(peak_memory() + 2 * warm_start * elements)
         batch = torch.stack(self.sequences.sample(config.trainer.batch_size, 0)).to(self.precision.device)
         for name, phase in config.phases:
             task = LanguageModelTask(model, phase, name)
@@ -151,34 +132,6 @@ class CostEstimator:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.memory.append(peak_memory() + 8 * trained)  # AdamW
         model.requires_grad_(False).eval()
-        if find_routers(model):
-            set_routing(model, hard=False)
-            probe, every = probe_tokens(self.evaluator.blocks), config.trainer.probe_every
-            spacings = [max(1, n // PROBES_PER_PHASE) if every is None else every for n in steps]
-            probes = sum(
-                1 + math.ceil(n / spacing) for n, spacing in zip(steps, spacings, strict=True) if n and spacing
-            )
-            self.add("training", probes, lambda: route_tokens(model, probe, self.precision))
-            sample = self.sequences.sample(1, 0)
-            forward = partial(run_forward, model, sample, self.precision, "estimating the time")
-            self.add("training", config.focus.balance_sequences, torch.no_grad()(forward))
-
-    def time_warm_start(self) -> None:
-        focus, sample, methods = self.config.focus, self.sequences.sample(1, 0), find_routers(self.model)
-        probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
-
-        @torch.no_grad()
-        def record() -> None:
-            run_forward(self.model, sample, self.precision, "estimating the time")
-
-        with swap_methods(self.model, dict(probes)):
-            self.add("training", focus.warm_start_sequences, record)
-        stored = sum(x.nbytes for probe in probes.values() for x in (probe.hidden[0], probe.mass[0]))
-        self.memory.append(peak_memory() + focus.warm_start_sequences * stored)
-        layer, method = next(iter(methods.items()))
-        generator = torch.Generator().manual_seed(0)
-        self.add_layers("training", len(methods), focus.warm_start_steps,
-                        lambda steps: fit_router(method, probes[layer], steps, generator))  # fmt: skip
 
     def time_fit(self, options: AttentionConfig) -> None:
         """Add what is left of the importance pass over the calibration sequences and of the fit of every layer."""
@@ -192,15 +145,20 @@ class CostEstimator:
         changed: Any = options
         device, layers = self.precision.device, list(methods)[: count_fit_threads(self.precision.device)]
         with tempfile.TemporaryDirectory() as folder:
-            folders = (Path(folder) / str(number) for number in range(PASSES[1]))
+            folders = (Path(folder) / str(number) for number in range(PASSES))
             record = partial(record_observations, self.model, methods, [tokens], self.precision)
-            seconds = self.time_pass(lambda: record(next(folders)))
-            self.seconds["fit"] += seconds * passes
+            self.seconds["fit"] += passes * self.time_pass(lambda: record(next(folders)))
             paths = [*Path(folder, "1").iterdir()] * (options.calibration_sequences - options.validation_sequences)
 
             def fit(steps: int, layer: int) -> None:
                 observations, generator = read_observations(paths, layer), torch.Generator().manual_seed(0)
                 fit_one_layer(methods[layer], observations, replace(changed, fit_steps=steps), generator)
 
-            self.add_layers("fit", remaining / len(layers), options.fit_steps,
-                            lambda steps: list(map_in_threads(partial(fit, steps), layers, device)))  # fmt: skip
+            def fit_layers(steps: int) -> list[None]:
+                return list(map_in_threads(partial(fit, steps), layers, device))
+
+            if remaining:
+                short, long = (self.time_pass(partial(fit_layers, steps)) for steps in TIMED_STEPS)
+                step = max(0.0, long - short) / (TIMED_STEPS[1] - TIMED_STEPS[0])
+                seconds = max(0.0, short + step * (options.fit_steps - TIMED_STEPS[0]))
+                self.seconds["fit"] += seconds * remaining / len(layers)

@@ -18,8 +18,6 @@ from focus_exp.results.measurement import Measurement
 
 Work = Callable[[], object]
 
-_earlier_peak = 0  # bytes: peak of the run before a measurement reset the high-water mark
-
 
 def time_in_turns(works: Mapping[str, Work], repeats: int, device: torch.device) -> dict[str, float]:
     """Return the median seconds of each work over `repeats` rounds in which they alternate, after one to warm up.
@@ -96,13 +94,11 @@ def synchronize(device: torch.device) -> None:
 
 def measure_peak(prepare: Callable[[], Work], device: torch.device) -> int | None:
     """Return the peak CUDA bytes of the work that `prepare` makes, its inputs included; None on a CPU."""
-    global _earlier_peak
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     work = prepare()
-    _earlier_peak = peak_memory()
     torch.cuda.reset_peak_memory_stats(device)
     work()
     synchronize(device)
@@ -111,18 +107,16 @@ def measure_peak(prepare: Callable[[], Work], device: torch.device) -> int | Non
 
 def begin_peak_memory() -> None:
     """Start a new run for `peak_memory`: the process may have had others before."""
-    global _earlier_peak
     gc.collect()
     with suppress(OSError):  # Linux resets the high-water mark of the resident set by this
         Path("/proc/self/clear_refs").write_text("5")
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    _earlier_peak = 0
 
 
 def peak_memory() -> int:
-    """Return the peak bytes of this process since `begin_peak_memory`, on the GPU where there is one."""
+    """Return the peak bytes of this process since `begin_peak_memory` or `measure_peak`, on the GPU if there is one."""
     if torch.cuda.is_available():
-        return max(_earlier_peak, torch.cuda.max_memory_allocated())
+        return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
