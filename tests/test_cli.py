@@ -59,8 +59,8 @@ def test_errors_of_the_program_are_raised(tmp_path, monkeypatch, error):
 def test_missing_package_of_an_extra_names_the_extra(tmp_path, monkeypatch):
     for name in ("focus_exp.jobs.analyze", "focus_exp.evaluation.groups"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "focus_exp.evaluation.groups_passage", None)
-    monkeypatch.setitem(EXTRAS, "focus_exp.evaluation.groups_passage", "evaluation")
+    monkeypatch.setitem(sys.modules, "focus_exp.evaluation.words", None)
+    monkeypatch.setitem(EXTRAS, "focus_exp.evaluation.words", "evaluation")
     result = run(*tiny(tmp_path), "job=analyze")
     assert result.code == 2 and "focus_exp[evaluation]" in result.err
     assert not (tmp_path / "runs").exists()

@@ -11,22 +11,11 @@ from hypothesis import strategies as st
 from running import fitting, only_run, record_of, run, tiny, without_attention
 
 from focus_exp import attach, set_routing
-from focus_exp.evaluation.groups import (
-    GroupAnalysis,
-    Observation,
-)
-from focus_exp.evaluation.groups_passage import (
-    CLASSES,
-    best_pairs,
-    find_words,
-    format_piece,
-    read_passage,
-    route_passage,
-    split_pieces,
-)
+from focus_exp.evaluation.groups import GroupAnalysis, Observation, best_pairs, mask_distant_pairs, split_heads
+from focus_exp.evaluation.words import CLASSES, find_words, format_piece, read_passage, split_pieces
+from focus_exp.models.methods import observe_selections
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.reporting.load import load_results
-from focus_exp.training.precision import choose_precision
 
 JOB = ["job=analyze", "recipe.steps=2"]
 
@@ -66,21 +55,28 @@ def test_read_passage_token_inside_a_word_is_no_word():
 
 
 @pytest.mark.parametrize("method", ["focus", "focus_dual"])
-def test_route_passage_keeps_distant_pairs_of_one_group(tiny_model, method):
+def test_mask_distant_pairs_keeps_those_of_one_group(tiny_model, method):
     model = tiny_model("qwen2")  # its second layer slides over 8 tokens
     torch.manual_seed(2)
     attach(model, method, groups=3, window=6, sinks=1, **({"top_k": 2} if method == "focus_dual" else {}))
     set_routing(model, hard=True)
-    routed = route_passage(model, torch.randint(256, (40,)), choose_precision("float32", "cpu", False))
+    masks = {}
+
+    def store(layer, attached, selection, sequence):
+        for grouping, rows in split_heads(layer, selection).items():
+            masks[grouping] = rows, *mask_distant_pairs(attached, rows, sequence)
+
+    with torch.no_grad(), observe_selections(model, store):
+        model(torch.randint(256, (1, 40)))
     heads = model.config.num_key_value_heads if method == "focus_dual" else 1
-    assert len(routed) == heads * model.config.num_hidden_layers
+    assert len(masks) == heads * model.config.num_hidden_layers
     i, j = torch.arange(40)[:, None], torch.arange(40)
-    distant = (i - j > 6) & (j >= 1)
-    for (layer, head), part in routed.items():
+    expected = (i - j > 6) & (j >= 1)
+    for (layer, head), (selection, distant, kept) in masks.items():
         assert (head is None) == (heads == 1)
-        assert torch.equal(part.distant, distant & (i - j < 8) if layer == 1 else distant)
-        same = (part.selection.query_groups[0].int() @ part.selection.key_groups[0].int().T) > 0
-        assert torch.equal(part.kept, part.distant & same) and part.kept.any()
+        assert torch.equal(distant, expected & (i - j < 8) if layer == 1 else expected)
+        same = (selection.query_groups[0].int() @ selection.key_groups[0].int().T) > 0
+        assert torch.equal(kept, distant & same) and kept.any()
 
 
 def test_best_pairs_are_the_highest_with_no_key_twice():
@@ -176,5 +172,3 @@ def test_analysis_describes_heads_with_groups_of_their_own(tmp_path):
     assert density.index.tolist() == [(0, 0), (0, 1), (1, 0), (1, 1)]
     # a head that reads no group loses all of its distant pairs
     assert density[1, 0] == 0 and density.drop((1, 0)).between(0, 1, inclusive="neither").all()
-    page = (only_run(tmp_path) / "passage.html").read_text()
-    assert page.count("<details>") == 4 and "layer 1, head 0" in page

@@ -1,4 +1,4 @@
-"""What a finished run shows: its table, figures, passage, continuations and card."""
+"""What a finished run shows: its table, figures, continuations and card."""
 
 import pandas as pd
 import pytest
@@ -6,7 +6,7 @@ from running import only_run
 
 from focus_exp.reporting import figures
 from focus_exp.reporting.load import load_run, read_log
-from focus_exp.reporting.run_report import render_continuations, render_passage, run_tables, write_run_report
+from focus_exp.reporting.run_report import render_continuations, run_tables, write_run_report
 
 
 @pytest.fixture
@@ -77,14 +77,7 @@ def test_figures_same_data_give_the_same_bytes(tmp_path):
     assert (tmp_path / "a/frontier.svg").read_bytes() == (tmp_path / "b/frontier.svg").read_bytes()
 
 
-# --- passages and continuations ---
-
-
-@pytest.mark.parametrize("piece", ["<", "</script>", "&", "日", "\u2028"])
-def test_render_passage_escapes_tokens(piece):
-    page = render_passage({"pieces": [piece, "x"], "layers": [{"layer": 0, "head": None, "groups": [0, 1]}]}, "t")
-    assert page.count("<span") == 2
-    assert "<script" not in page.split("</style>")[-1]
+# --- continuations ---
 
 
 def test_render_continuations_groups_by_prompt():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,22 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build
-from focus_exp.attention.selection import Selection, Sequence
+from focus_exp.attention.selection import Selection, Sequence, base_mask_or_self, fold_heads, group_mask, local_mask
 from focus_exp.config import Config, DualConfig, FocusConfig
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError
-from focus_exp.evaluation.groups_passage import (
-    CLASSES,
-    TAGGER,
-    Grouping,
-    describe_passage,
-    make_measurement,
-    read_passage,
-    route_passage,
-    split_heads,
-    write_passage,
-)
 from focus_exp.evaluation.perplexity import token_losses
+from focus_exp.evaluation.words import CLASSES, TAGGER, read_passage
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.methods import (
@@ -55,6 +44,28 @@ HARD = "focus_hard"  # variant
 STANDARDIZATION = ("mean", "scale")  # of the tokens, as two encoders see them
 
 
+class Grouping(NamedTuple):
+    """A layer, or one of its key/value heads with groups of its own."""
+
+    layer: int
+    head: int | None = None
+
+
+def split_heads(layer: int, selection: Selection) -> dict[Grouping, Selection]:
+    """Return the selection of one sequence for each grouping; {} without groups."""
+    if selection.assignment is None:
+        return {}
+    rows, _, heads = fold_heads(selection, Sequence.plain(1, selection.assignment.shape[-2]))
+    if heads == 1:
+        return {Grouping(layer): rows}
+
+    def take(head: int) -> Selection:
+        tensors: dict[str, Any] = {n: x[head : head + 1] for n, x in vars(rows).items() if isinstance(x, Tensor)}
+        return replace(rows, **tensors)
+
+    return {Grouping(layer, head): take(head) for head in range(heads)}
+
+
 @dataclass
 class Observation:
     """Routing of sequences by one router; arrays are (sequences, T).
@@ -66,26 +77,6 @@ class Observation:
     groups: dict[Grouping, np.ndarray]
     confidence: dict[Grouping, np.ndarray]
     nll: np.ndarray
-
-
-@torch.no_grad()
-def observe(model: PreTrainedModel, sequences: list[Tensor], precision: Precision, label: str) -> Observation:
-    """Run sequences (T,) through the model as it is now."""
-    groups: dict[Grouping, list[Tensor]] = {}
-    confidence: dict[Grouping, list[Tensor]] = {}
-    losses = []
-
-    def store(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
-        for grouping, rows in split_heads(layer, selection).items():
-            largest, group = rows.effective_key_assignment[0].max(-1)
-            groups.setdefault(grouping, []).append(group.cpu())
-            confidence.setdefault(grouping, []).append(largest.float().cpu())
-
-    with precision.context(), observe_selections(model, store):
-        for tokens in ProgressBar(sequences, desc=f"{label:<28}", unit="sequence"):
-            losses.append(token_losses(model, tokens[None].to(model.device))[0].cpu())
-    stacked = [{key: torch.stack(rows).numpy() for key, rows in x.items()} for x in (groups, confidence)]
-    return Observation(stacked[0], stacked[1], torch.stack(losses).numpy())
 
 
 @dataclass
@@ -103,7 +94,6 @@ class GroupAnalysis:
     calibration: list[Tensor]
     config: Config
     precision: Precision
-    folder: Path
 
     def __post_init__(self) -> None:
         length = self.blocks.seq_len
@@ -111,10 +101,10 @@ class GroupAnalysis:
         # the first token of a sequence is not scored
         self.scored = Losses([(*place, length - 1) for place in self.blocks.locate(self.indices)])
         self.sequences: list[Tensor] = [self.blocks[i]["input_ids"] for i in self.indices]
-        passages = [read_passage(self.tokenizer, tokens.tolist()) for tokens in self.sequences]
+        self.passages = [read_passage(self.tokenizer, tokens.tolist()) for tokens in self.sequences]
         # what a tokenizer puts before every sequence is not part of the text
         self.text = slice(0 if self.blocks.bos is None else 1, None)
-        self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in passages])
+        self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in self.passages])
         self.labels = self.flatten(self.classes)
         self.routing: FocusConfig | DualConfig = self.config.dual or self.config.focus
 
@@ -123,7 +113,7 @@ class GroupAnalysis:
         return values[:, self.text].ravel()
 
     def measure(self) -> list[Measurement]:
-        """Measure everything, and write the passage for the page into `folder`."""
+        """Measure everything."""
         settings = self.config.analyze
         self.use_hard_routing()
         trained = self.observe("trained router")
@@ -135,11 +125,9 @@ class GroupAnalysis:
         base = self.observe_base()
         middle = len(self.indices) // 2
         tokens = self.sequences[middle][: settings.passage_tokens]
-        routed = route_passage(self.model, tokens, self.precision)
-        passage = read_passage(self.tokenizer, tokens.tolist())
+        passage = self.describe_passage(tokens, self.passages[middle].words)
         untrained = self.observe_untrained()
         others = [self.observe_other(folder) for folder in settings.others]
-        write_passage(self.folder / "passage.json", routed, passage)
         fractions = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
         facts: dict[str, Any] = {
             "tokens": len(self.labels), "windows": len(self.sequences), "passage_tokens": len(tokens),
@@ -154,7 +142,7 @@ class GroupAnalysis:
                 if fraction
             ),
             *(m for grouping in trained.groups for m in self.describe_layer(grouping, trained, untrained, others)),
-            *describe_passage(routed, passage, settings.pairs),
+            *passage,
             *self.class_costs(base.nll, trained.nll),
         ]
 
@@ -163,11 +151,47 @@ class GroupAnalysis:
         pair_rule = attention.pair_rule if isinstance(attention, FocusConfig) else None
         set_routing(self.model, hard=True, top_k=self.routing.top_k, pair_rule=pair_rule)
 
+    @torch.no_grad()
     def observe(self, label: str) -> Observation:
-        observation = observe(self.model, self.sequences, self.precision, label)
-        nll = observation.nll
+        """Run the sequences through the model as it is now."""
+        groups: dict[Grouping, list[Tensor]] = {}
+        confidence: dict[Grouping, list[Tensor]] = {}
+        losses = []
+
+        def store(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+            for grouping, rows in split_heads(layer, selection).items():
+                largest, group = rows.effective_key_assignment[0].max(-1)
+                groups.setdefault(grouping, []).append(group.cpu())
+                confidence.setdefault(grouping, []).append(largest.float().cpu())
+
+        with self.precision.context(), observe_selections(self.model, store):
+            for tokens in ProgressBar(self.sequences, desc=f"{label:<28}", unit="sequence"):
+                losses.append(token_losses(self.model, tokens[None].to(self.model.device))[0].cpu())
+        stacked = [{key: torch.stack(rows).numpy() for key, rows in x.items()} for x in (groups, confidence)]
+        nll = torch.stack(losses).numpy()
         print(f"observed: {label:<16} {nll.size:,} tokens, {np.nanmean(nll):.4f} nats per token")
-        return observation
+        return Observation(stacked[0], stacked[1], nll)
+
+    @torch.no_grad()
+    def describe_passage(self, tokens: Tensor, words: list[str]) -> list[Measurement]:
+        """Return the density of each layer's distant pairs on `tokens` (T,), and kept ones of the highest affinity."""
+        measured: list[Measurement] = []
+
+        def describe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+            for grouping, rows in split_heads(layer, selection).items():
+                make: Callable[..., Measurement] = partial(make_measurement, **grouping._asdict())
+                distant, kept = mask_distant_pairs(method, rows, sequence)
+                count = int(distant.sum())
+                measured.append(make("passage_distant_density", float(kept.sum()) / count if count else None))
+                assert rows.assignment is not None
+                affinity = (rows.assignment @ rows.effective_key_assignment.transpose(-1, -2))[0]
+                for query, key, value in best_pairs(affinity, kept, self.config.analyze.pairs):
+                    pair = {"query": query, "key": key, "query_word": words[query], "key_word": words[key]}
+                    measured.append(make("pair_affinity", value, "", **pair))
+
+        with self.precision.context(), observe_selections(self.model, describe):
+            self.model(input_ids=tokens[None].to(self.model.device), use_cache=False, logits_to_keep=1)
+        return measured
 
     def observe_base(self) -> Observation:
         with disable_method(self.model):
@@ -255,3 +279,30 @@ def compare_labels(groups: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         "purity": float(contingency_matrix(labels, groups).max(0).sum() / len(groups)),
         "ami": float(adjusted_mutual_info_score(labels, groups)),
     }
+
+
+def mask_distant_pairs(method: AttentionMethod, selection: Selection, sequence: Sequence) -> tuple[Tensor, Tensor]:
+    """Return the pairs (T, T) of one sequence beyond window and sinks, and those of them that hard routing keeps."""
+    length = sequence.start.shape[1]
+    rows = slice(0, length)
+    visible = base_mask_or_self(sequence, rows, length)[0]
+    distant = visible & ~local_mask(sequence, rows, length, method.window, method.sinks)[0]
+    return distant, distant & group_mask(selection, rows, length)[0]
+
+
+def best_pairs(affinity: Tensor, kept: Tensor, number: int) -> list[tuple[int, int, float]]:
+    """Return the queries with the highest affinity (T, T) to a kept key, that key and the affinity; no key twice."""
+    values, keys = affinity.masked_fill(~kept, -1.0).max(-1)
+    best: dict[int, tuple[int, int, float]] = {}  # by key
+    for query in values.sort(descending=True, stable=True).indices.tolist():
+        if len(best) == number or values[query] <= 0:
+            break
+        key = int(keys[query])
+        best.setdefault(key, (query, key, float(values[query])))
+    return [*best.values()]
+
+
+def make_measurement(
+    metric: str, value: float | None, unit: str = "fraction", variant: str = "router", **settings: Any
+) -> Measurement:
+    return Measurement(variant=variant, metric=metric, value=value, unit=unit, settings=settings)

@@ -18,7 +18,7 @@ def analyze(config: Config) -> None:
     """Describe a router's groups and what they prune.
 
     Word classes against an untrained router and chance, agreement with the routers in analyze.others (other seeds),
-    long-range pairs, and the cost of pruning. passage.html in the run folder shows a passage coloured by group.
+    long-range pairs, and the cost of pruning.
     """
     config = compose_router(config)
     if print_finished(config):
@@ -32,6 +32,6 @@ def analyze(config: Config) -> None:
         load_or_fit_router(run, setup)
         count = config.focus.balance_sequences if config.has_router else 0
         calibration = sequences.sample(count or CALIBRATION_SEQUENCES, config.seed + 2)
-        held_out, folder = setup.evaluators.perplexity.blocks, run.folder / "groups"
-        analysis = GroupAnalysis(setup.model, setup.tokenizer, held_out, calibration, config, run.precision, folder)
+        held_out = setup.perplexity.blocks
+        analysis = GroupAnalysis(setup.model, setup.tokenizer, held_out, calibration, config, run.precision)
         run.record.measurements += analysis.measure()

@@ -34,26 +34,26 @@ def bench(config: Config) -> None:
             run.warn("bench.dtype should be float32 (got bf16): this CPU emulates bfloat16, which distorts layer times")
         run.record.method = dict(recorded) if methods else {}  # also of an interrupted run
         setup = prepare(run)
-        model, evaluators = setup.model, setup.evaluators
+        model = setup.model
         max_length = max([config.eval.seq_len, *settings.prefill_lengths])
         check_length(model, "bench.prefill_lengths", max_length, config.model.name)
         if settings.quality:
-            evaluators.measure_base()
+            setup.measure_base()
         is_trained = load_or_fit_router(run, setup)
         run.record.method |= recorded if methods else {}
         if config.has_router:
             set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
         elif config.dual:
             set_routing(model, hard=True, top_k=config.dual.top_k)
-        sequences = evaluators.perplexity.blocks
+        sequences = setup.perplexity.blocks
         benchmark = SpeedBenchmark(config, model, sequences, run.precision, is_trained, methods)
         for measurement in benchmark.run():
             run.record.measurements.append(measurement)
             if measurement.metric == "speedup":
                 run.save()
         if settings.quality:
-            evaluators.measure_attached()
-            evaluators.write(run.record, run.folder)
+            setup.measure_attached()
+            setup.write(run)
 
 
 def check_fitted(config: Config) -> None:

@@ -35,9 +35,9 @@ def evaluate_adapter(config: Config) -> None:
     with open_run(config) as run:
         setup = prepare(run)
         load_trained(run, setup.model)
-        setup.evaluators.measure_base()
-        setup.evaluators.measure_attached()
-        setup.evaluators.write(run.record, run.folder)
+        setup.measure_base()
+        setup.measure_attached()
+        setup.write(run)
 
 
 def load_trained(run: Run, model: PreTrainedModel) -> None:

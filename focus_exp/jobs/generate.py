@@ -27,7 +27,7 @@ def generate(config: Config) -> None:
         load_or_fit_router(run, setup)
         if not is_causal(setup.model):
             raise UserError(f"attention must be causal with job=generate (got {config.attention.name}).")
-        sequences = setup.evaluators.perplexity.blocks
+        sequences = setup.perplexity.blocks
         for row in Generation(setup.model, setup.tokenizer, sequences, config, run.precision).rows():
             run.record.continuations.append(asdict(row))
             run.record.measurements += row.measurements()

@@ -6,6 +6,7 @@ import hashlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,17 +19,17 @@ from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpu
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator, is_perplexity
-from focus_exp.evaluation.evaluators import Evaluators
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import base_overrides, compose_base, needs_base
 from focus_exp.jobs.resume import finished_record
 from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import read_adapter
 from focus_exp.models.load import hash_tokenizer_files, load_model
+from focus_exp.results.losses import LOSSES, TEXT, write_losses
 from focus_exp.results.run_dir import run_folder
 from focus_exp.speed.model import model_shape
 from focus_exp.storage import file_lock
-from focus_exp.training.distributed import place_base
+from focus_exp.training.distributed import is_main, place_base
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,31 @@ class Setup:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     corpus: Corpus
-    evaluators: Evaluators
+    perplexity: PerplexityEvaluator
+    benchmarks: BenchmarkEvaluator
+
+    def measure_base(self) -> None:
+        """Score the unmodified model; of perplexity the first round, unless its weights will be trained."""
+        self.perplexity.measure_base()
+        self.benchmarks.measure_base()
+
+    def measure_attached(
+        self, before_last: Callable[[], None] = lambda: None, on_round: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Score what is attached or trained; see `PerplexityEvaluator`."""
+        self.perplexity.measure_attached(before_last, on_round)
+        self.benchmarks.measure_attached()
+
+    def write(self, run: Run) -> None:
+        """Add the measurements to the record, and write their losses; UserError where all of eval.tasks failed."""
+        run.record.measurements = [
+            *run.record.measurements, *self.perplexity.measurements(), *self.benchmarks.measurements
+        ]  # fmt: skip
+        text = self.perplexity.losses
+        losses = ({TEXT: text} if text.nll else {}) | self.benchmarks.losses
+        if losses and is_main():
+            write_losses(run.folder / LOSSES, losses)
+        self.benchmarks.require_score()
 
 
 def prepare(run: Run) -> Setup:
@@ -88,7 +113,7 @@ def prepare(run: Run) -> Setup:
     benchmarks = BenchmarkEvaluator(
         model, tokenizer, sequences, config, run.precision, run.folder / "benchmarks", weights, shared / "benchmarks"
     )
-    return Setup(model, tokenizer, corpus, Evaluators(perplexity, benchmarks))
+    return Setup(model, tokenizer, corpus, perplexity, benchmarks)
 
 
 def shared_folder(run: Run, cache: Path) -> Path:

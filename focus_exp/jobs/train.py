@@ -81,18 +81,18 @@ def train(config: Config) -> None:
             print(f"learning rate {last_rate(tuned):g}, the best of {len(trials)} on validation text")
         with sequential_by_rank(config.trainer.devices):
             setup = prepare(run)
-        model, evaluators = setup.model, setup.evaluators
+        model = setup.model
         sequences = training_sequences(tuned, setup)
         has_lora = tuned.recipe.trains("lora")  # which cannot be switched off
         if has_lora:
-            run_on_rank_zero(model, evaluators.measure_base)
+            run_on_rank_zero(model, setup.measure_base)
         attach_method(model, tuned, run.precision)
         if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
-            print(CostEstimator(tuned, evaluators.perplexity, sequences, [*fitted.values()]).estimate())
+            print(CostEstimator(tuned, setup.perplexity, sequences, [*fitted.values()]).estimate())
         if not has_lora:
-            run_on_rank_zero(model, evaluators.measure_base)
+            run_on_rank_zero(model, setup.measure_base)
         with run.count_training_time():
-            fit(run, model, sequences, evaluators.perplexity)
+            fit(run, model, sequences, setup.perplexity)
             if tuned.recipe.trains("all"):
                 save_weights(run.folder, model, setup.tokenizer)
                 run.record.method["weights"] = fingerprint(model)  # of the base of runs with model.path=<this model>
@@ -101,7 +101,7 @@ def train(config: Config) -> None:
 
         def write() -> None:
             run.record.measurements = others
-            evaluators.write(run.record, run.folder)
+            setup.write(run)
 
         def print_round(scored: int, total: int) -> None:
             write()
@@ -110,9 +110,9 @@ def train(config: Config) -> None:
             run.write_report()
 
         def fit_variants_last() -> None:
-            others.extend(fit_variants(run, model, sequences, fitted, evaluators.perplexity))
+            others.extend(fit_variants(run, model, sequences, fitted, setup.perplexity))
 
-        run_on_rank_zero(model, lambda: evaluators.measure_attached(fit_variants_last, print_round))
+        run_on_rank_zero(model, lambda: setup.measure_attached(fit_variants_last, print_round))
         write()
 
 

@@ -1,10 +1,9 @@
-"""Write what a finished run shows: tables, figures, texts, passage and card."""
+"""Write what a finished run shows: tables, figures, texts and card."""
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.aggregate import Row
-from focus_exp.reporting.figures import COLORS, loss_curves, save_figures
+from focus_exp.reporting.figures import loss_curves, save_figures
 from focus_exp.reporting.format import (
     ABSENT,
     format_interval,
@@ -53,18 +52,14 @@ LABELS = {  # of metrics in the tables of a run
 def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
     """Write what a run shows; return its rows and tables.
 
-    That is table.md, figures, continuations.md, passage.html, and the README of an adapter.
+    That is table.md, figures, continuations.md, and the README of an adapter.
     """
     record, results = Record.load(run_dir / RECORD), load_run(run_dir)
-    title, passage = title_of(results), run_dir / "groups" / "passage.json"
-    tables = run_tables(results.rows)
+    title, tables = title_of(results), run_tables(results.rows)
     replace_file(run_dir / TABLE, render_run(results, tables).encode())
     save_figures({"loss_curve": loss_curves(read_log(run_dir), title)}, run_dir / "figures")
     if record.continuations:
         replace_file(run_dir / "continuations.md", render_continuations(record.continuations, title).encode())
-    if passage.exists():
-        page = render_passage(json.loads(passage.read_text(encoding="utf-8")), title)
-        replace_file(run_dir / "passage.html", page.encode())
     if (run_dir / "adapter").is_dir():
         card = render_card(results, record.config, tables)
         replace_file(run_dir / "adapter" / "README.md", card.encode())
@@ -224,28 +219,7 @@ def _milliseconds(seconds: Any) -> float | None:
     return None if pd.isna(seconds) else 1e3 * float(seconds)
 
 
-# --- passages, continuations and the card of an adapter ---
-
-
-def render_passage(passage: dict[str, Any], title: str) -> str:
-    """Return a passage as HTML, tokens coloured by group, a section a layer."""
-    parts = [
-        f'<!doctype html>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n<h1>{html.escape(title)}</h1>'
-    ]
-    for layer in passage["layers"]:
-        head = "" if layer.get("head") is None else f", head {layer['head']}"
-        groups = layer["groups"] if "groups" in layer else layer["key_groups"]
-        words = "".join(_colored(passage["pieces"], groups))
-        parts.append(f"<details><summary>layer {layer['layer']}{head}</summary><p>{words}</p></details>")
-    return "\n".join(parts) + "\n"
-
-
-def _colored(pieces: list[str], groups: list[Any]) -> Iterator[str]:
-    """Yield each token in the colour of its first group."""
-    for piece, group in zip(pieces, groups, strict=True):
-        first = (group[0] if group else None) if isinstance(group, list) else group
-        style = "" if first is None else f' style="background:{COLORS[first % len(COLORS)]}40"'
-        yield f'<span title="group {group}"{style}>{html.escape(piece)}</span>'
+# --- continuations and the card of an adapter ---
 
 
 def render_continuations(rows: list[dict[str, Any]], title: str) -> str:
