@@ -7,7 +7,6 @@ from typing import Any
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError
-from focus_exp.jobs.run import print_table
 from focus_exp.reporting.check import find_stale, renew
 from focus_exp.reporting.figures import report_figures
 from focus_exp.reporting.load import load_results
@@ -30,7 +29,8 @@ def report(config: Config) -> None:
         return
     if config.report.renew:
         renew(runs)
-    print_table(verdict_table(write_report(load_results(runs, config.budget["name"]), runs / REPORT)))
+    verdicts = verdict_table(write_report(load_results(runs, config.budget["name"]), runs / REPORT))
+    print(verdicts.to_string(index=False))
     print(f"report: {runs / REPORT / 'report.md'}")
 
 

@@ -19,8 +19,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from pytorch_lightning.loggers import WandbLogger
-from rich.console import Console
-from rich.table import Table
 
 from focus_exp.assets import Provenance
 from focus_exp.config import Config
@@ -46,7 +44,6 @@ from focus_exp.training.distributed import is_main, strategy_name
 from focus_exp.training.phases import CHECKPOINTS
 from focus_exp.training.precision import Precision, choose_precision
 
-TABLE_WIDTH = 190
 WANDB_TIMEOUT = 10.0  # seconds in which a server must answer
 
 
@@ -100,7 +97,7 @@ class Run:
         self.save()
         report = write_run_report(self.folder)
         for name, table in report[1].items():
-            print_table(table, name)
+            print(f"\n{name}\n{table.to_string(index=False)}")
         return report
 
     def report(self) -> None:
@@ -225,15 +222,6 @@ def headline(config: Config) -> str:
     phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in config.phases)
     work = f"adapter {config.adapter}" if config.adapter else phases or "no training"
     return f"{start} on {name_data(config)}, seed {config.seed}: {work}"
-
-
-def print_table(table: pd.DataFrame, title: str | None = None) -> None:
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    printed = Table(*table.columns, title=title, title_justify="left")
-    for row in table.itertuples(index=False):
-        printed.add_row(*row)
-    console.print(printed)
 
 
 def format_seconds(seconds: float) -> str:
