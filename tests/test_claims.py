@@ -229,7 +229,7 @@ def test_load_claims_knows_every_comparison():
 
 
 def make_seed(seed, value, stderr=0.01, **cells):
-    return make_row(seed=seed, value=value, stderr=stderr, dof=5.0, n_units=6, status="finished", **cells)
+    return make_row(seed=seed, value=value, stderr=stderr, dof=5.0, n_units=6, **cells)
 
 
 def test_aggregate_seeds_uses_over_seeds():
@@ -242,7 +242,7 @@ def test_aggregate_seeds_uses_over_seeds():
     assert total.deviation == pytest.approx(0.01 * math.sqrt(6))
 
 
-def test_aggregate_seeds_latest_finished_run_of_a_seed_counts():
+def test_aggregate_seeds_latest_run_of_a_seed_counts():
     (total,) = aggregate_seeds([make_seed(0, 0.1), make_seed(0, 0.5)])
     assert total.value == 0.5
     assert total.low == pytest.approx(0.5 - student(5.0) * 0.01)

@@ -13,7 +13,6 @@ from focus_exp.reporting.check import check_runs, find_stale, renew
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.report import check_report, write_report
 from focus_exp.results.comparison import compare_variants
-from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record, VariantRun
 
 MAX_BYTES = 3 * 2**19  # of an adapter
@@ -31,11 +30,6 @@ def runs(finished_run, tmp_path, monkeypatch):
 def place_of(runs: Path) -> Path:
     (path,) = runs.rglob("record.json")
     return path.parent.relative_to(runs)
-
-
-def make_timing(value):
-    settings = {"clock": "attention", "seq_len": 1024, "groups": 4, "assignment": "balanced", "top_k": 1}
-    return Measurement(variant="focus", metric="speedup", value=value, unit="x", reference="full", settings=settings)
 
 
 # --- checks ---
@@ -130,18 +124,6 @@ def test_load_damaged_record_raises(tmp_path, change, message):
     path.write_text(change(path.read_text()))
     with pytest.raises(UserError, match=message):
         Record.load(path)
-
-
-@pytest.mark.parametrize(
-    ("status", "timed", "scored", "complete"),
-    [("finished", False, True, True), ("interrupted", True, False, True), ("interrupted", True, True, False),
-     ("interrupted", False, True, False), ("failed", True, False, False)],
-)  # fmt: skip
-def test_record_timings_of_an_interrupted_run_are_complete(status, timed, scored, complete):
-    record = Record(status=status, experiment="speed")
-    record.measurements += [make_timing(2.0)] if timed else []
-    record.measurements += [Measurement(variant="base", metric="perplexity", value=2.0)] if scored else []
-    assert record.is_complete == complete
 
 
 def test_published_files_are_small():

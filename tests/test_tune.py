@@ -32,11 +32,10 @@ def test_comparison_tunes_trained_variants_on_validation_text(tmp_path):
     assert set(runs) == {None, *VARIANTS}
     assert {trial.config["eval"]["split"] for trial in trials.values()} == {"validation"}
     losses = {rate: trial.find("nll", "focus_soft") for rate, trial in trials.items()}
-    tuned, fitted = runs[None].variants
-    assert len(losses) == 2 and {trial.learning_rate: trial.nll for trial in tuned.trials} == losses
-    assert tuned.learning_rate == learning_rate(runs["focus"]) == min(losses, key=losses.get)
-    assert runs["focus"].config["eval"]["split"] == "test" and runs["focus"].trials == tuned.trials
-    assert fitted.trials == []
+    assert len(losses) == 2 and {trial.learning_rate: trial.nll for trial in runs["focus"].trials} == losses
+    assert learning_rate(runs["focus"]) == min(losses, key=losses.get)
+    assert runs["focus"].config["eval"]["split"] == "test"
+    assert runs["fitted"].trials == []
 
 
 def test_trials_of_other_seeds_and_experiments_are_the_same_runs():

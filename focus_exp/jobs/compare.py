@@ -51,9 +51,6 @@ def run_comparison(config: Config, configs: dict[str, Config]) -> None:
             for name, variant in configs.items()
         ]
         compare_variants(run.record, run.folder, config.references)
-        bases = {variant.base for variant in run.record.variants if variant.status == "finished" and variant.base}
-        if len(bases) > 1:
-            run.warn("variants of different base models are not compared with each other")
 
 
 def run_variants(configs: dict[str, Config]) -> dict[str, str]:
@@ -83,13 +80,5 @@ def describe_variant(name: str, config: Config, settings: list[str], error: str 
     if not (folder / RECORD).exists():
         return replace(variant, status="failed", error=error or "it left no record")
     record = Record.load(folder / RECORD)
-    phases = [record.setting("recipe", "phases", {})[phase] for phase, _ in config.phases]
-    same = ("status", "trials", "steps", "tokens_seen", "train_seconds", "fit_seconds", "commit", "config_hash")
-    return replace(
-        variant,
-        error=error or record.error,
-        trainable_parameters=record.method.get("trainable_parameters") or 0,
-        learning_rate=phases[-1]["learning_rate"] if phases and record.steps else None,
-        base=record.model.get("fingerprint", ""),
-        **{key: getattr(record, key) for key in (*same, "started")},
-    )
+    same = {key: getattr(record, key) for key in ("status", "config_hash", "started")}
+    return replace(variant, error=error or record.error, **same)

@@ -40,7 +40,7 @@ AVERAGED = (*PERPLEXITIES, "density", "sparsity", "distant_density")
 def aggregate_seeds(rows: Iterable[Row]) -> list[Row]:
     """Combine measurements that differ in the seed only.
 
-    The latest finished run of a seed counts. The interval covers the variance of the evaluation documents and of the
+    The latest run of a seed counts. The interval covers the variance of the evaluation documents and of the
     seeds (`over_seeds`).
 
     Returns:
@@ -61,8 +61,7 @@ def subject_key(row: Row) -> tuple[object, ...]:
 
 
 def _combine(rows: list[Row]) -> Row:
-    finished = {row.seed for row in rows if row.status == "finished"}
-    latest = {row.seed: row for row in rows if row.status == "finished" or row.seed not in finished}
+    latest = {row.seed: row for row in rows}
     members = [latest[seed] for seed in sorted(latest, key=lambda seed: seed or 0)]
     first, valued = members[0], [row for row in members if row.value is not None]
     estimates = [Estimate(row.value, row.stderr, row.dof) for row in valued]

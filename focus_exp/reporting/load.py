@@ -31,7 +31,7 @@ GENERATED = (
     *("generated_tokens", "continuation_nll", "agreeing_tokens", "generation_seconds", "keys_read", "cache_bytes"),
 )
 OF_RUN = (  # facts of the comparison or single run that its rows have
-    *("run", "experiment", "seed", "started", "status", "device", "device_kind", "complete", "setup", "is_variant"),
+    *("run", "experiment", "seed", "started", "status", "device", "device_kind", "setup", "is_variant"),
 )
 OF_VARIANT = (  # facts of the variant's own run
     *("requested_model", "model", "data", "seq_len", "window", "num_groups", "gate", "attention", "train_tokens"),
@@ -60,12 +60,12 @@ class Results:
 
     @cached_property
     def complete(self) -> list[Row]:
-        """Rows of complete runs; variants as rows of their comparisons."""
-        return [row for row in self.rows if row.complete and not row.is_variant]
+        """Rows of finished runs; variants as rows of their comparisons."""
+        return [row for row in self.rows if row.status == "finished" and not row.is_variant]
 
     @cached_property
     def rows_by_run(self) -> dict[str, list[Row]]:
-        """Rows of every complete run, oldest first."""
+        """Rows of every finished run, oldest first."""
         rows: dict[str, list[Row]] = {}
         for row in self.complete:
             rows.setdefault(row.run, []).append(row)
@@ -128,7 +128,7 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
     is_local = model.get("source") == "local"  # named after its folder, which says nothing elsewhere
     return {
         "run": name, "experiment": record.experiment, "variant": variant, "is_variant": bool(variant),
-        "status": record.status, "error": record.error, "complete": record.is_complete, "started": record.started,
+        "status": record.status, "error": record.error, "started": record.started,
         "command": record.command, "commit": commit, "config_hash": record.config_hash,
         "setup": key if record.variants else f"{record.experiment}-{key}",
         "seed": record.config.get("seed") if record.seed is None else record.seed,
@@ -365,10 +365,8 @@ def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
     params: list[Row] = []
     for variant, run in pairs:
         facts = {name: run.facts[name] for name in OF_VARIANT} if run else {}
-        facts |= {"train_tokens": variant.tokens_seen, "steps": variant.steps}
-        key = variant_key(variant.name, variant.settings, variant.steps, variant.tokens_seen,
-                          setup_key(run.record) if run else "")  # fmt: skip
-        value = variant.trainable_parameters if variant.tokens_seen else 0
+        key = variant_key(variant.name, variant.settings, setup_key(run.record) if run else "")
+        value = (run.record.method.get("trainable_parameters") or 0) if run and run.record.tokens_seen else 0
         named = {"variant": variant.name, "variant_setup": key, "trainable_params": value}
         params.append(Row(**facts, **named, source="variants", metric="parameters", value=value, error=variant.error))
         own = run.rows if run else []

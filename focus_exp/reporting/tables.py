@@ -255,7 +255,7 @@ PITFALLS: list[tuple[str, dict[str, Any], str]] = [
 
 def pitfalls(results: Results) -> pd.DataFrame:
     """Return what a reader of the paper could mistake, with measurements."""
-    complete = sorted((row for row in results.rows if row.complete), key=lambda row: row.started)
+    complete = sorted((row for row in results.rows if row.status == "finished"), key=lambda row: row.started)
     rows = [{"pitfall": name, **vars(row)} for name, cells, query in PITFALLS for row in select(complete, cells, query)]
     columns = [
         *("pitfall", "experiment", "variant", "seed", "name", "task", "top_k", "num_groups", "sparsity"),

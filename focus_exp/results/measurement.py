@@ -84,31 +84,6 @@ def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
     return f"{method}_hard" if (top_k or 1) == 1 else f"{method}_hard_k{top_k}_{pair_rule}"
 
 
-def primary_variant(attention: dict[str, Any], rows: Iterable[dict[str, Any]]) -> str:
-    """Return the variant of a run: configured routing, method or trained weights.
-
-    Args:
-        attention: the resolved config's section.
-        rows: the run's perplexity measurements with their settings as keys.
-    """
-    method = attention.get("method", "full")
-    final = [row for row in rows if not isinstance(row.get("phase"), str)]
-
-    def is_configured(row: dict[str, Any]) -> bool:
-        top_k, rule = row.get("top_k"), row.get("pair_rule")
-        same_k = top_k is None or top_k != top_k or top_k == attention.get("top_k")  # NaN: not given
-        # with top-1 routing both pair rules keep the same pairs
-        same_rule = top_k == 1 or not isinstance(rule, str) or rule == attention.get("pair_rule")
-        return (row["kind"], row["method"]) == ("hard", attention.get("method")) and same_k and same_rule
-
-    candidates = [
-        *(row for row in final if is_configured(row)),
-        *(row for row in final if (row["kind"], row["method"]) == ("control", method)),
-        *(row for row in final if row["kind"] == "trained"),
-    ]
-    return str(candidates[0]["variant"]) if candidates else ""
-
-
 def format_measurements(measurements: Iterable[Measurement]) -> str:
     """Return the text of a `measurements.csv`, floats with 12 significant digits."""
     table = pd.DataFrame([vars(measurement) for measurement in measurements], columns=COLUMNS)

@@ -9,13 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from focus_exp.errors import UserError
 from focus_exp.renames import upgrade_keys
-from focus_exp.results.measurement import (
-    MEASUREMENTS,
-    Measurement,
-    format_measurements,
-    primary_variant,
-    read_measurements,
-)
+from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
 from focus_exp.storage import replace_file
 
 RECORD = "record.json"
@@ -31,6 +25,7 @@ class Trial:
     error: str | None = None
 
 
+@with_config(ConfigDict(extra="ignore"))  # earlier versions repeated more of the variant's own record
 @dataclass(kw_only=True)
 class VariantRun:
     """The run of one variant of a comparison.
@@ -38,8 +33,6 @@ class VariantRun:
     Args:
         settings: overrides in which it differs from the other variants.
         folder: its directory, whose record `started` then; "" if it left none.
-        learning_rate: of its last phase, None where nothing was trained; the best of its `trials` where there are any.
-        base: fingerprint of the weights that it began with.
     """
 
     name: str
@@ -47,15 +40,6 @@ class VariantRun:
     folder: str = ""
     status: Status = "finished"
     error: str | None = None
-    trainable_parameters: int = 0
-    learning_rate: float | None = None
-    trials: list[Trial] = field(default_factory=list)
-    base: str = ""
-    steps: int = 0
-    tokens_seen: int = 0
-    train_seconds: float | None = None
-    fit_seconds: float | None = None
-    commit: str | None = None
     config_hash: str = ""
     started: str = ""
 
@@ -108,9 +92,23 @@ class Record:
 
     @property
     def primary_variant(self) -> str:
-        """Return the variant that represents the run, "" if none does."""
-        rows = ({"variant": m.variant, **m.settings} for m in self.measurements if m.metric == "perplexity")
-        return primary_variant(self.config.get("attention") or {}, rows)
+        """Return the variant that represents the run: configured routing, method or trained weights; "" without one."""
+        attention = self.config.get("attention") or {}
+        method, top_k = attention.get("method", "full"), attention.get("top_k")
+        ranked = {}
+        for m in self.measurements:
+            s = m.settings
+            if m.metric != "perplexity" or s.get("phase"):
+                continue
+            # with top-1 routing both pair rules keep the same pairs
+            is_same_rule = s.get("top_k") == 1 or s.get("pair_rule") in (None, attention.get("pair_rule"))
+            if (s["kind"], s["method"]) == ("hard", method) and s.get("top_k") in (None, top_k) and is_same_rule:
+                ranked.setdefault(0, m.variant)
+            elif (s["kind"], s["method"]) == ("control", method):
+                ranked.setdefault(1, m.variant)
+            elif s["kind"] == "trained":
+                ranked.setdefault(2, m.variant)
+        return ranked[min(ranked)] if ranked else ""
 
     def find(self, metric: str, variant: str, reference: str = "") -> float | None:
         """Return the value of a measurement after the last phase, None if there is none."""
@@ -119,17 +117,6 @@ class Record:
             (m.value for m in self.measurements
              if (m.metric, m.variant, m.reference) == cells and not m.settings.get("phase")), None
         )  # fmt: skip
-
-    @property
-    def is_timed(self) -> bool:
-        """Return whether the run has timings."""
-        return any("clock" in measurement.settings for measurement in self.measurements)
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether the run's numbers are whole: it finished, or only timed."""
-        is_scored = any(m.metric == "perplexity" for m in self.measurements)
-        return self.status == "finished" or (self.status != "failed" and self.is_timed and not is_scored)
 
     @property
     def device_kind(self) -> str:

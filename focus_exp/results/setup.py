@@ -45,9 +45,9 @@ def setup_key(record: Record) -> str:
     )
 
 
-def variant_key(name: str, settings: Sequence[str], steps: int, tokens: int, own: str) -> str:
+def variant_key(name: str, settings: Sequence[str], own: str) -> str:
     """Return the setup of a variant of a comparison; `own`: that of its own run."""
-    return _digest(name, [text for text in settings if not text.startswith(BENCHMARKS)], steps, tokens, own)
+    return _digest(name, [text for text in settings if not text.startswith(BENCHMARKS)], own)
 
 
 def _is_fixed(key: tuple[str, ...]) -> bool:
