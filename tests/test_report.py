@@ -142,7 +142,7 @@ def test_paper_tables_columns_are_short_and_adjacent(content):
 def test_claims_paper_ratios_are_printed_in_the_paper():
     printed = {cell for name in read_yaml("paper") for row in paper_rows(name) for cell in row.values()}
     for entry in read_yaml("claims"):
-        assert set(entry.get("paper_ratio", [])) <= printed, entry["id"]
+        assert set(entry.get("arguments", {}).get("paper_ratio", [])) <= printed, entry["id"]
 
 
 def test_report_files_have_all_formats(results, content):

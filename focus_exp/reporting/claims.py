@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Literal
 
 import pandas as pd
 
-from focus_exp.errors import UserError
 from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, required_sample
 from focus_exp.reporting.load import Results, matches, read_yaml, select
 
@@ -29,7 +27,7 @@ VERDICTS = {
 }
 INTEGERS = ["seeds", "n_units", "tokens", "steps", "required_units", "required_seeds"]
 SHOWN, REFUTED, OPEN = 1, -1, 0
-BALANCED = 0.5  # largest group up to which a single run counts as balanced
+TOLERANCE = 0.05  # of a lower limit: relative for a ratio, absolute for a fraction
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Claim:
     experiments: list[str]
     select: dict[str, Any]
     comparison: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
     query: str = ""
     pick: Literal["", "steps", "tokens"] = ""
     matched: dict[str, Any] = field(default_factory=dict)
@@ -75,22 +73,9 @@ class Claim:
         return replace(judgement, verdict=DIFFERENT_ROUTER) if self.router or not matched else judgement
 
 
-@cache
 def load_claims() -> list[Claim]:
-    """Return the claims in the paper's order; raises UserError for an invalid one."""
-    keys = Claim.__dataclass_fields__.keys() - {"arguments"}
-    claims = []
-    for entry in read_yaml("claims"):
-        arguments = {key: value for key, value in entry.items() if key not in keys}
-        for name, ratio in (("limit", "limit_ratio"), ("size", "paper_ratio")):
-            if ratio in arguments:
-                above, below = arguments.pop(ratio)
-                arguments[name] = math.log(above / below)
-        try:
-            claims.append(Claim(**{key: entry[key] for key in keys & entry.keys()}, arguments=arguments))
-        except TypeError as error:
-            raise UserError(f"claims.yaml: {entry.get('id')}: {error}.") from error
-    return claims
+    """Return the claims in the paper's order."""
+    return [Claim(**entry) for entry in read_yaml("claims")]
 
 
 def evaluate_claims(results: Results) -> pd.DataFrame:
@@ -142,32 +127,48 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
 # --- comparators: rows aggregated over seeds -> Judgement ---
 
 
-def below(rows: list[Row], limit: float, size: float | None = None) -> Judgement:
+def below(
+    rows: list[Row],
+    limit: float = 0.0,
+    limit_ratio: list[float] | None = None,
+    paper_ratio: list[float] | None = None,
+) -> Judgement:
     """Compare differences of losses with a limit: every interval must lie below it.
 
     A non-causal side has an advantage: it can lose, but cannot support the claim. Rows with an inactive mask are left
-    out. `size`: the paper's difference; it is reproduced if the interval contains it and not twice its effect.
+    out. The paper's difference is reproduced if the interval contains it and not twice its effect.
+
+    Args:
+        limit: in nats per token; or as the ratio of two perplexities, `limit_ratio`.
+        paper_ratio: the paper's two perplexities.
     """
+    limit = _log_ratio(limit_ratio) if limit_ratio else limit
     sides = [_side(row, limit) for row in rows]
     if refuted := [row for row, side in zip(rows, sides, strict=True) if side == REFUTED]:
         most = max(refuted, key=lambda row: (len(row.seeds), row.n_units or 0))
         return Judgement(NOT_REPRODUCED, rows, most)
-    worst = max(rows, key=lambda row: (row.value is None, row.high is None, row.high or row.value or 0.0))
     unproven = [row for row, side in zip(rows, sides, strict=True) if side != SHOWN]
     if any(False in (row.causal, row.reference_causal) for row in unproven):
-        return Judgement(OUT_OF_SCOPE, rows, worst)
-    if active := [row for row in rows if row.mask_active is not False]:
-        if len(active) < len(rows):
-            return below(active, limit, size)
-    else:
-        return Judgement(MASK_INACTIVE, rows, worst)
-    if OPEN in sides:
-        return Judgement(INCONCLUSIVE, rows, worst, effect=limit if size is None else size - limit)
+        return Judgement(OUT_OF_SCOPE, rows, _highest(rows))
+    active = [row for row in rows if row.mask_active is not False]
+    if not active:
+        return Judgement(MASK_INACTIVE, rows, _highest(rows))
+    worst, size = _highest(active), _log_ratio(paper_ratio) if paper_ratio else None
+    if any(row in active for row in unproven):
+        return Judgement(INCONCLUSIVE, active, worst, effect=limit if size is None else size - limit)
     if size is None:
-        return Judgement(REPRODUCED, rows, worst)
+        return Judgement(REPRODUCED, active, worst)
     twice = limit + 2 * (size - limit)
     agrees = worst.low <= size <= worst.high and not worst.low <= twice <= worst.high
-    return Judgement(REPRODUCED if agrees else SAME_DIRECTION, rows, worst)
+    return Judgement(REPRODUCED if agrees else SAME_DIRECTION, active, worst)
+
+
+def _log_ratio(pair: list[float]) -> float:
+    return math.log(pair[0] / pair[1])
+
+
+def _highest(rows: list[Row]) -> Row:
+    return max(rows, key=lambda row: (row.value is None, row.high is None, row.high or row.value or 0.0))
 
 
 def _side(row: Row, limit: float) -> int:
@@ -179,118 +180,67 @@ def _side(row: Row, limit: float) -> int:
 
 
 def at_least(
-    rows: list[Row],
-    limit: float | Mapping[int, float],
-    tolerance: float = 1.0,
-    margin: float = 0.0,
-    gpu: bool = False,
-    most: float = math.inf,
+    rows: list[Row], limit: float | Mapping[int, float], gpu: bool = False, most: float = math.inf
 ) -> Judgement:
     """Compare values with a lower limit, by length [tokens] if `limit` is a mapping.
 
-    Limits are scaled by `tolerance` and lowered by `margin`. gpu: the paper's device is an H100; timings of an H100, or
-    else of any GPU, are preferred. Slower than the limit but faster than full attention, timed on a CPU, or above
-    `most`: same direction. Lengths at which the paper is slower than full attention, but not at others, are left out.
+    gpu: the paper's device is an H100; timings of an H100, or else of any GPU, are preferred. Slower than the limit but
+    faster than full attention, timed on a CPU, or above `most`: same direction.
     """
     if gpu:
         papers = [row for row in rows if "H100" in row.device_kind]
         rows = papers or [row for row in rows if row.device_kind != "cpu"] or rows
     limits = limit if isinstance(limit, Mapping) else {row.tokens: limit for row in rows}
     compared = sorted((row for row in rows if row.tokens in limits), key=lambda row: row.tokens or 0)
-    slow = {tokens for tokens, wanted in limits.items() if wanted < 1 < max(limits.values())}
     sides: dict[int | None, set[int]] = {}
     for row in compared:
-        if row.tokens in slow:
-            continue
-        wanted = tolerance * limits[row.tokens] - margin
+        wanted = limits[row.tokens] * (1 - TOLERANCE) if row.unit == "x" else limits[row.tokens] - TOLERANCE
         side = SHOWN if _low(row) >= wanted else REFUTED if _high(row) < wanted else OPEN
         sides.setdefault(row.tokens, set()).add(side)
-    if lost := [row for row in compared if sides.get(row.tokens) == {REFUTED}]:
+    if lost := [row for row in compared if sides[row.tokens] == {REFUTED}]:
         faster = all(row.metric == "speedup" and row.value > 1 for row in lost)
         return Judgement(SAME_DIRECTION if faster else NOT_REPRODUCED, compared, lost[-1])
-    if limits.keys() - {row.tokens for row in compared} or any(side != {SHOWN} for side in sides.values()):
+    if limits.keys() - sides.keys() or any(side != {SHOWN} for side in sides.values()):
         return Judgement(INCONCLUSIVE, compared or rows, (compared or rows)[-1])
     other_size = any(_low(row) > most or (gpu and row.device_kind == "cpu") for row in compared)
     return Judgement(SAME_DIRECTION if other_size else REPRODUCED, compared, compared[-1])
 
 
-def within(rows: list[Row], limit: list[float], margin: float) -> Judgement:
-    """Compare values with a range, plus or minus the margin: all intervals inside."""
-    low, high = limit[0] - margin, limit[1] + margin
-    worst = max(rows, key=lambda row: max(low - _low(row), _high(row) - high))
-    if all(_low(row) >= low and _high(row) <= high for row in rows):
-        return Judgement(REPRODUCED, rows, worst)
-    outside = any(_high(row) < low or _low(row) > high for row in rows)
-    return Judgement(NOT_REPRODUCED if outside else INCONCLUSIVE, rows, worst)
+def collapses(rows: list[Row], limit: float, dead: float, steps: int, claimed: bool = True) -> Judgement:
+    """Test whether a group holds `limit` of the tokens, or `dead` of the groups are empty: the maxima over a phase.
 
-
-def router_collapses(rows: list[Row], limit: float, dead: float, steps: int) -> Judgement:
-    """Test whether a group holds `limit` of the tokens, or `dead` groups are empty.
-
-    Of several seeds by the whole interval; of a single run by its value, and balanced means at most half of both.
+    All setups must agree, and training must last `steps` unless the router collapses before. claimed: whether the
+    paper says that it collapses.
     """
-
-    def side(largest: Row, empty: Row) -> int:
-        if _low(largest) >= limit or _low(empty) / empty.num_groups >= dead:
-            return SHOWN
-        if largest.high is None or empty.high is None:
-            return REFUTED if max(largest.value, empty.value / empty.num_groups) <= BALANCED else OPEN
-        return REFUTED if largest.high < limit and empty.high / empty.num_groups < dead else OPEN
-
-    return _judge_router(rows, side, steps, event=SHOWN)
-
-
-def router_stays_balanced(rows: list[Row], limit: float, steps: int, paper_value: float, margin: float) -> Judgement:
-    """Test whether the largest group stays below `limit` and under one is empty.
-
-    Less balanced than the paper's router by more than the margin: same direction.
-    """
-
-    def side(largest: Row, empty: Row) -> int:
-        if _low(largest) > limit:
-            return REFUTED
-        return SHOWN if _high(largest) < limit and _high(empty) < 1 else OPEN
-
-    judgement = _judge_router(rows, side, steps, event=REFUTED)
-    row = judgement.row
-    differs = judgement.verdict == REPRODUCED and row is not None and _low(row) > paper_value + margin
-    return replace(judgement, verdict=SAME_DIRECTION) if differs else judgement
-
-
-def _judge_router(rows: list[Row], side: Callable[[Row, Row], int], steps: int, event: int) -> Judgement:
-    """Judge by the maximum over a phase; all setups must agree."""
-    phases: dict[tuple[str, ...], dict[str, dict[str, Row]]] = {}
+    setups: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        setup = (row.setup, row.variant, row.variant_setup)
-        phases.setdefault(setup, {}).setdefault(row.phase, {})[row.metric] = row
-    outcomes = [
-        {side(phase["dominance_most"], phase["dead_groups_most"]) for phase in setup_phases.values()}
-        for setup_phases in phases.values()
-    ]
-    sides = {next(s for s in (event, OPEN, -event) if s in outcome) for outcome in outcomes}
+        setups.setdefault((row.setup, row.variant, row.variant_setup, row.phase), {})[row.metric] = row
+    sides = set()
+    for metrics in setups.values():
+        largest, empty = metrics["dominance_most"], metrics["dead_groups_most"]
+        if _low(largest) >= limit or _low(empty) / empty.num_groups >= dead:
+            sides.add(SHOWN)
+        else:
+            sides.add(REFUTED if _high(largest) < limit and _high(empty) / empty.num_groups < dead else OPEN)
     widest = max((row for row in rows if row.metric == "dominance_most"), key=lambda row: row.value)
-    too_short = sides != {event} and min(row.step or 0 for row in rows) < steps
+    too_short = SHOWN not in sides and min(row.step or 0 for row in rows) < steps
     if too_short or sides not in ({SHOWN}, {REFUTED}):
         return Judgement(INCONCLUSIVE, rows, widest)
-    return Judgement(REPRODUCED if sides == {SHOWN} else NOT_REPRODUCED, rows, widest)
+    return Judgement(REPRODUCED if (sides == {SHOWN}) is claimed else NOT_REPRODUCED, rows, widest)
 
 
-def no_degradation(rows: list[Row]) -> Judgement:
-    """Test whether no score drops where the mask is active."""
-    active = [row for row in rows if row.mask_active]
-    if not active:
+def drops(rows: list[Row], claimed: bool, effect: float | None = None) -> Judgement:
+    """Test whether a score drops (Bonferroni).
+
+    claimed: whether the paper says so; if not, where the mask is active. effect: the paper's largest drop.
+    """
+    compared = rows if claimed else [row for row in rows if row.mask_active]
+    if not compared:
         return Judgement(MASK_INACTIVE, rows, rows[0])
-    if lost := [row for row in active if is_worse(row, len(active))]:
-        return Judgement(NOT_REPRODUCED, active, lost[0])
-    return Judgement(INCONCLUSIVE, active, active[0], comparisons=len(active))
-
-
-def degrades(rows: list[Row], effect: float) -> Judgement:
-    """Test whether a score drops (Bonferroni). effect: the paper's largest drop."""
-    if lost := [row for row in rows if is_worse(row, len(rows))]:
-        return Judgement(REPRODUCED, lost, lost[0])
-    hardest = max(rows, key=lambda row: row.deviation or 0.0)
-    return Judgement(INCONCLUSIVE, rows, hardest, effect=effect, comparisons=len(rows))
+    if lost := [row for row in compared if is_worse(row, len(compared))]:
+        return Judgement(REPRODUCED if claimed else NOT_REPRODUCED, compared, lost[0])
+    hardest = max(compared, key=lambda row: row.deviation or 0.0)
+    return Judgement(INCONCLUSIVE, compared, hardest, effect=effect, comparisons=len(compared))
 
 
 def _low(row: Row) -> float:
@@ -302,6 +252,5 @@ def _high(row: Row) -> float:
 
 
 COMPARISONS: dict[str, Callable[..., Judgement]] = {
-    function.__name__: function
-    for function in (below, at_least, within, router_collapses, router_stays_balanced, no_degradation, degrades)
-}
+    "below": below, "at_least": at_least, "collapses": collapses, "drops": drops
+}  # fmt: skip
