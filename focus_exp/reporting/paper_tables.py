@@ -61,7 +61,7 @@ PERPLEXITY = Column("ppl", "PPL", {"metric": "perplexity"})
 
 @dataclass(frozen=True)
 class Source:
-    """Source of the measurements of a row of the paper.
+    """Source of the measurements of a row of the paper; see paper_tables.yaml.
 
     variant: of a comparison ("base": its full attention); variants: one for each column; cells: of measurements that
     belong to no variant, $name stands for the paper's own cell; needs: what a CPU without the Hub lacks.
@@ -86,43 +86,25 @@ class Spec:
     id: str
     title: str
     key: list[str]
+    experiments: list[str]
     columns: list[Column]
-    rows: dict[str, list[Source]]
-    extra: str = ""
+    rows: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
+    cells: dict[str, Any] = field(default_factory=dict)
+    needs: str = ""
     note: str = ""
     shown: bool = True  # in the Markdown report
 
     @classmethod
     def read(cls, name: str, options: dict[str, Any]) -> Spec:
         """Read an entry of paper_tables.yaml."""
-        options = dict(options)
-        common = Source(options.pop("experiments"), cells=options.pop("cells", {}), needs=options.pop("needs", ""))
-        rows = {}
-        for pattern, places in options.pop("rows").items():
-            places = places if isinstance(places, list) else [places]
-            fields = [{"variant": place} if isinstance(place, str) else place for place in places]
-            rows[pattern] = [replace(common, **cells) for cells in fields]
-        columns = [Column(**column) for column in options.pop("columns")]
-        return cls(name=name, columns=columns, rows=rows, **options)
+        return cls(name=name, **options | {"columns": [Column(**column) for column in options["columns"]]})
 
-    def sources(self, results: Results) -> Iterator[tuple[dict[str, Any], list[Source]]]:
-        """Yield each row of the paper with its sources, then variants that the paper does not have."""
-        for paper in paper_rows(self.name):
-            key = key_of(paper, self.key)
-            yield paper, next(places for pattern, places in self.rows.items() if fnmatchcase(key, pattern))
-        places = [place for sources in self.rows.values() for place in sources]
-        known = {name for place in places for name in place.names}
-        suffix = "_focus" if self.extra == "pair" else ""  # of pairs *_full, *_focus
-        extras: dict[str, Source] = {}
-        for rows in results.rows_by_run.values() if self.extra else ():
-            for row in rows:
-                is_here = row.source == "variants" and any(row.experiment in place.experiments for place in places)
-                if is_here and row.variant not in known and row.variant.endswith(suffix):
-                    stem = row.variant.removesuffix(suffix)
-                    pair = {"ppl_full": f"{stem}_full", "ppl_focus": row.variant} if suffix else {}
-                    extras[stem] = Source([row.experiment], "" if pair else stem, pair)
-        for stem, place in extras.items():
-            yield {self.key[0]: f"{stem} (not in the paper)"}, [place]
+    def sources(self, row: Any) -> list[Source]:
+        """Return the sources that a row names: variants, fields of a Source, or a list of these."""
+        common = Source(self.experiments, cells=self.cells, needs=self.needs)
+        places = row if isinstance(row, list) else [row]
+        return [replace(common, **({"variant": place} if isinstance(place, str) else place)) for place in places]
 
 
 @cache
@@ -296,10 +278,14 @@ def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
     for name, options in read_yaml("paper_tables").items():
         spec = Spec.read(name, options)
         rows = []
-        for paper, sources in spec.sources(results):
-            entries = [Entry(results, spec, paper, source) for source in sources]
-            measured = [setup for entry in entries for setup in entry.setups()]
-            rows += [entry.cells() for entry in measured or entries[:1]]
-        frame = pd.DataFrame(rows)
+        for paper in paper_rows(name):
+            key = key_of(paper, spec.key)
+            row = next(row for pattern, row in spec.rows.items() if fnmatchcase(key, pattern))
+            entries = [Entry(results, spec, paper, source) for source in spec.sources(row)]
+            rows += [setup for entry in entries for setup in entry.setups()] or entries[:1]
+        for extra, row in spec.extra.items():
+            own = {spec.key[0]: f"{extra} (not in the paper)"}
+            rows += [x for source in spec.sources(row) for x in Entry(results, spec, own, source).setups()]
+        frame = pd.DataFrame([row.cells() for row in rows])
         frame.attrs["spec"] = spec
         yield frame
