@@ -33,8 +33,6 @@ KEY = [
     *("source", "metric", "setup", "variant_setup", "variant", "reference", "reference_setup", "kind", "num_groups"),
     *("top_k", "pair_rule", "task", "version", "n", "task_metric", "clock", "tokens", "groups", "assignment", "phase"),
 ]
-PERPLEXITIES = ("level", "reference_level")  # averaged in log space where the metric is in nats
-AVERAGED = (*PERPLEXITIES, "density", "sparsity", "distant_density")
 
 
 def aggregate_seeds(rows: Iterable[Row]) -> list[Row]:
@@ -76,10 +74,9 @@ def _combine(rows: list[Row]) -> Row:
         "deviation": root_mean_square(deviations) if deviations else None,
         "seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None,
     }  # fmt: skip
-    for name in AVERAGED:
+    for name in ("density", "sparsity"):
         known = [getattr(row, name) for row in members if getattr(row, name) is not None]
-        mean = geometric_mean if first.unit == "nats" and name in PERPLEXITIES else fmean
-        values[name] = mean(known) if known else None
+        values[name] = fmean(known) if known else None
     masked = [row.sparsity for row in members if row.mask_active is not None and row.sparsity is not None]
     if masked:
         values["mask_active"] = fmean(masked) >= MIN_SPARSITY

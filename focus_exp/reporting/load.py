@@ -10,20 +10,19 @@ from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import pandas as pd
 import yaml
 
-from focus_exp.errors import UserError
 from focus_exp.reporting.aggregate import Row
 from focus_exp.results.comparison import variant_folder
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MAX_NATS, MIN_SPARSITY, WITHOUT_MASK, Measurement
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.results.record import RECORD, Record, VariantRun
-from focus_exp.results.setup import setup_key, variant_key
+from focus_exp.results.setup import setup_key
 
 QUICK = "quick"
 QUALITY = ("perplexity", "nll", "nll_change")
@@ -88,7 +87,8 @@ class Run:
     def rows(self) -> list[Row]:
         rows, primary = [to_row(m) for m in self.record.measurements], self.record.primary_variant
         parts = (quality_rows(rows, primary), benchmark_rows(rows), probe_rows(rows), speed_rows(rows))
-        return [row for part in (*parts, group_rows(rows), detail_rows(rows)) for row in part]
+        made = [row for part in (*parts, group_rows(rows), detail_rows(rows)) for row in part]
+        return [row.replace(**{name: self.facts[name] for name in OF_VARIANT}) for row in made]
 
 
 def load_results(root: Path, budget: str = "") -> Results:
@@ -176,33 +176,36 @@ def standard_error(row: Row, dof: float | None) -> float | None:
 
 def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
     """Yield perplexity, loss and its paired changes, for each routing, control and phase."""
-    levels: dict[tuple[str, str], float | None] = {}
+    subjects: dict[str, dict[str, Any]] = {}  # what else was measured of each
     for row in rows:
         if row.reference is None and row.task is None:
-            levels.setdefault((row.subject, row.metric), row.value)
-    scored = [row for row in rows if row.kind is not None and row.task is None and row.metric in QUALITY]
-    for row in scored:
-        is_change, nll = row.metric == "nll_change", levels.get((row.subject, "nll"))
-        dof = (row.dof or 1.0) if is_change and row.low is not None else None
-        reference = row.reference
-        if is_change and row.kind == "causal_counterpart" and reference != "base":
-            reference = "non-causal counterpart"
-        elif row.kind == "hard" and reference and reference.endswith("_soft"):
-            reference = "soft"
-        yield row.replace(
-            source="phases" if row.phase else "rows", reference=reference, own_nll=nll, dof=dof,
-            stderr=standard_error(row, dof), n=None, n_units=None if dof is None else row.n,
-            level=levels.get((row.subject, "perplexity")) if is_change else None,
-            reference_level=exp(nll - row.value) if is_change and nll is not None else None,
-            distant_density=levels.get((row.subject, "distant_density")), mask_active=is_mask_active(row),
-            largest_group=levels.get((row.subject, "largest_group_fraction")),
-            own_tokens=levels.get((row.subject, "training_tokens")),
-            primary=row.variant == primary and not row.phase,
+            subjects.setdefault(row.subject, {}).setdefault(row.metric, row.value)
+    for row in rows:
+        if row.kind is None or row.task is not None or row.metric not in QUALITY:
+            continue
+        other = Row(**subjects.get(row.subject, {}))
+        made = row.replace(
+            source="phases" if row.phase else "rows", variant=None, own_nll=other.nll, mask_active=is_mask_active(row),
+            distant_density=other.distant_density, largest_group=other.largest_group_fraction, dof=None, n=None,
+            own_tokens=other.training_tokens, primary=row.variant == primary and not row.phase,
         )  # fmt: skip
-    for row in scored:
+        if row.metric == "nll_change":
+            made = made.replace(
+                level=other.perplexity, reference=name_reference(row),
+                reference_level=None if other.nll is None else exp(other.nll - row.value),
+            )  # fmt: skip
+            if row.low is not None:
+                made = made.replace(dof=row.dof or 1.0, n_units=row.n, stderr=standard_error(row, row.dof or 1.0))
+        yield made
         if row.kind == "base" and row.metric == "perplexity":
-            cells = {"metric": "parameters", "value": 0, "low": None, "high": None, "n": None}
-            yield row.replace(**cells, source="phases" if row.phase else "rows", primary=False)
+            yield made.replace(metric="parameters", value=0, low=None, high=None, primary=False)
+
+
+def name_reference(row: Row) -> str:
+    """Return what a change is from; a soft or non-causal counterpart has the name of its kind."""
+    if row.kind == "causal_counterpart" and row.reference != "base":
+        return "non-causal counterpart"
+    return "soft" if row.kind == "hard" and row.reference.endswith("_soft") else str(row.reference)
 
 
 def exp(nats: float) -> float:
@@ -286,25 +289,23 @@ def timed_case(row: Row) -> tuple[Any, ...]:
 
 def group_rows(rows: list[Row]) -> Iterator[Row]:
     """Yield medians over layers of the groups; the paper does not name its layers."""
-    rows = [row for row in rows if row.variant == "router"]
-    confidence = [row.value for row in rows if row.metric == "layer_confidence"]
-    if not confidence:
+    columns = ["variant", "metric", "layer", "head", "word_class", "value"]
+    frame = pd.DataFrame([vars(row) for row in rows if row.variant == "router"], columns=columns)
+    values = {name: part for name, part in frame.groupby("metric")}
+    if "layer_confidence" not in values:
         return
-    purity: dict[Any, list[float]] = {}
-    sizes: dict[Any, list[float]] = {}
-    for row in rows:
-        if row.metric == "group_purity" and row.word_class == "punctuation":
-            purity.setdefault((row.layer, row.head), []).append(row.value)
-        if row.metric == "group_fraction" and row.word_class is not None:
-            sizes.setdefault((row.layer, row.head), []).append(row.value)
-    values = {
-        "punctuation_purity": median([*map(max, purity.values()), *[0.0] * (len(confidence) - len(purity))]),
-        "group_confidence": fmean(confidence),
-        "smallest_group": median(map(min, sizes.values())),
-        "largest_group": median(map(max, sizes.values())),
-        "affinity": max((row.value for row in rows if row.metric == "pair_affinity"), default=None),
+    layers, pure = ["layer", "head"], values["group_purity"]
+    fractions = values["group_fraction"].dropna(subset="word_class").groupby(layers, dropna=False).value
+    purity = pure[pure.word_class == "punctuation"].groupby(layers, dropna=False).value.max().tolist()
+    confidence = values["layer_confidence"].value
+    made = {
+        "punctuation_purity": median([*purity, *[0.0] * (len(confidence) - len(purity))]),
+        "group_confidence": confidence.mean(),
+        "smallest_group": fractions.min().median(),
+        "largest_group": fractions.max().median(),
+        "affinity": values["pair_affinity"].value.max() if "pair_affinity" in values else None,
     }
-    for metric, value in values.items():
+    for metric, value in made.items():
         yield Row(source="groups", metric=metric, value=value, unit="fraction")
 
 
@@ -312,7 +313,8 @@ def detail_rows(rows: list[Row]) -> Iterator[Row]:
     """Yield the analysis of the groups, continuations, and costs by word class."""
     for row in rows:
         if row.router is not None or row.metric in ("layer_confidence", "passage_distant_density"):
-            yield row.replace(source="analysis", metric=f"{row.metric} {row.router}" if row.router else row.metric)
+            metric = f"{row.metric} {row.router}" if row.router else row.metric
+            yield row.replace(source="analysis", metric=metric, variant=None)
         elif row.metric in GENERATED:
             yield row.replace(source="generation")
         elif row.metric.startswith("class_nll"):
@@ -352,9 +354,8 @@ def find_variant(run: Run, variant: VariantRun, others: dict[Path, Run]) -> Run 
 
 def name_variant(run: Run) -> list[Row]:
     """Return the rows of a single run under the name that it has in its comparison."""
-    facts, name = {name: run.facts[name] for name in OF_VARIANT}, run.facts["variant"]
-    has_own = ("benchmarks", "generation", "costs")
-    rows = [row.replace(**facts, variant=name or (row.variant if row.source in has_own else None)) for row in run.rows]
+    name = run.facts["variant"]
+    rows = [row.replace(variant=name) for row in run.rows] if name else run.rows
     return [row.replace(train_tokens=int(row.own_tokens)) if row.own_tokens else row for row in rows]
 
 
@@ -364,17 +365,17 @@ def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
     rows: list[Row] = []
     params: list[Row] = []
     for variant, run in pairs:
-        facts = {name: run.facts[name] for name in OF_VARIANT} if run else {}
-        key = variant_key(variant.name, variant.settings, setup_key(run.record) if run else "")
         value = (run.record.method.get("trainable_parameters") or 0) if run and run.record.tokens_seen else 0
+        key = setup_key(run.record) if run else ""
         named = {"variant": variant.name, "variant_setup": key, "trainable_params": value}
+        facts = {name: run.facts[name] for name in OF_VARIANT} if run else {}
         params.append(Row(**facts, **named, source="variants", metric="parameters", value=value, error=variant.error))
         own = run.rows if run else []
         if not base and any(row.kind == "base" and row.source == "rows" for row in own):
             unmodified = [r for r in own if r.kind in ("base", "missing") and r.source in ("rows", "benchmarks")]
-            base = [row.replace(**facts, variant=None) for row in unmodified]
+            base = [row.replace(variant=None) for row in unmodified]
         primary = next((r for r in own if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
-        rows += [row.replace(**facts, **named) for row in own if represents(row, primary)]
+        rows += [row.replace(**named) for row in own if represents(row, primary)]
     return [*base, *rows, *params]
 
 
@@ -448,7 +449,4 @@ def matches(cell: Any, wanted: Any) -> bool:
 @cache
 def read_yaml(name: str) -> Any:
     """Return the content of a YAML file of this package."""
-    try:
-        return yaml.safe_load((files("focus_exp.reporting") / f"{name}.yaml").read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UserError(f"{name}.yaml: {error}.") from error
+    return yaml.safe_load((files("focus_exp.reporting") / f"{name}.yaml").read_text(encoding="utf-8"))

@@ -147,7 +147,9 @@ class Entry:
         return [replace(self, runs=tuple(seeds.values())) for seeds in setups.values()]
 
     def measurement(self, run: str, column: Column) -> Row | None:
-        """Return the measurement in a column, of a task its main metric."""
+        """Return the measurement in a column, of a task its main metric; None where it has no number."""
+        if column.timed:
+            return self.speed(run)
         variant = self.source.variants.get(column.name, self.source.variant)
         subject = {"kind": BASE} if variant == BASE else {"variant": variant} if variant else {}
         cells = {**self.source.cells, **column.cells, **subject}
@@ -157,16 +159,6 @@ class Entry:
             cells |= {"metric": "nll_change", "reference": self.source.variants.get(column.origin, BASE)}
         return min(self.select(run, cells), key=_metric_rank, default=None)
 
-    def value(self, run: str, column: Column) -> tuple[float, float | None, float | None, Row] | None:
-        """Return the number in a column with its bounds and its measurement."""
-        if column.timed:
-            return self.speed(run)
-        row = self.measurement(run, column)
-        number = column.convert(row, "value") if row else None
-        if row is None or number is None:
-            return None
-        return number, column.convert(row, "low"), column.convert(row, "high"), row
-
     def behind(self, run: str) -> list[Row]:
         """Return the measurements whose sparsity the row reports."""
         columns = [c for c in self.spec.columns if c.name.startswith(("ppl", "speedup")) and not c.origin]
@@ -174,37 +166,30 @@ class Entry:
         unique = {(row.source, row.name, row.variant, row.phase, row.groups): row for row in rows if row}
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
 
-    def speed(self, run: str) -> tuple[float, None, None, Row] | None:
-        """Return the speedup of one attention layer as in this run, on the same model.
+    def speed(self, run: str) -> Row | None:
+        """Return the speedup of one attention layer as in this run, on the same model; 1 without a mask.
 
         At the length at which other methods were timed, or else at the longest.
         """
         behind = self.behind(run)
-        if all(row.kind in (BASE, "trained") for row in behind[:1]):
-            return (1.0, None, None, behind[0]) if behind else None
+        if not behind or behind[0].kind in (BASE, "trained"):
+            return behind[0].replace(value=1.0, low=None, high=None) if behind else None
         fingerprint, scored = self.results.runs.model_fingerprint, behind[0]
-        clock = {"metric": "speedup", "clock": "attention"}
         timings = [
-            (timer, row)
-            for timer, rows in self.results.rows_by_run.items() if fingerprint[timer] == fingerprint[run]
-            for row in select(rows, clock) if row.value
+            row for timer, rows in self.results.rows_by_run.items() if fingerprint[timer] == fingerprint[run]
+            for row in select(rows, {"metric": "speedup", "clock": "attention"}) if row.value
         ]  # fmt: skip
-        others = {timer: row.tokens for timer, row in timings if row.source == "method_speed"}
-        common = max((row.tokens for _, row in timings if row.source == "method_speed"), default=0)
+        others = [row for row in timings if row.source == "method_speed"]
+        common, timers = max((row.tokens for row in others), default=0), {row.run for row in others}
         cells: dict[str, Any] = {"source": "method_speed", "method": scored.method}
         if scored.method == "focus":
             top_k = scored.top_k or 1
             cells = {"source": "speed", "groups": scored.num_groups, "top_k": top_k}
             cells |= {"pair_rule": scored.pair_rule, "assignment": "trained"} if top_k > 1 else {}
-        timed = [(timer, row) for timer, row in timings if select([row], cells)]
-        best = max(
-            timed,
-            key=lambda pair: (
-                pair[1].tokens == common, pair[1].tokens, pair[1].assignment == "balanced", pair[0] in others
-            ),
-            default=None,
+        return max(
+            select(timings, cells), default=None,
+            key=lambda row: (row.tokens == common, row.tokens, row.assignment == "balanced", row.run in timers),
         )  # fmt: skip
-        return best and (best[1].value, None, None, best[1])
 
     def cells(self) -> dict[str, Any]:
         """Return the row of the table."""
@@ -214,17 +199,19 @@ class Entry:
             cells[f"paper_{column.key}"] = _paper_cell(spec, self.paper, column)
             if not column.is_measured:
                 continue
-            values = [self.value(run, column) for run in self.runs]
-            known = [value for value in values if value is not None]
+            rows = [row for run in self.runs if (row := self.measurement(run, column))]
+            rows = [row for row in rows if column.convert(row, "value") is not None]
+            values: list[Any] = [column.convert(row, "value") for row in rows]
             key = f"ours_{column.key}"
             is_ppl = column.name.startswith("ppl") and not column.origin
-            cells[key] = mean_of([value[0] for value in known], bool(column.origin), is_ppl) if known else None
-            cells[f"{key}_low"], cells[f"{key}_high"] = known[0][1:3] if len(known) == 1 else (None, None)
-            cells[f"{key}_seeds"] = len(known)
-            if known and known[-1][3].source == "benchmarks":
-                cells[f"{key}_mask_active"] = known[-1][3].mask_active
-            if column.timed and known and known[-1][3].clock:
-                cells["timed_tokens"] = known[-1][3].tokens
+            cells[key] = mean_of(values, bool(column.origin), is_ppl) if values else None
+            for bound in ("low", "high"):
+                cells[f"{key}_{bound}"] = column.convert(rows[0], bound) if len(rows) == 1 else None
+            cells[f"{key}_seeds"] = len(values)
+            if rows and rows[-1].source == "benchmarks":
+                cells[f"{key}_mask_active"] = rows[-1].mask_active
+            if column.timed and rows and rows[-1].clock:
+                cells["timed_tokens"] = rows[-1].tokens
         return cells | self._provenance()
 
     def _provenance(self) -> dict[str, Any]:
@@ -284,8 +271,8 @@ def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
             entries = [Entry(results, spec, paper, source) for source in spec.sources(row)]
             rows += [setup for entry in entries for setup in entry.setups()] or entries[:1]
         for extra, row in spec.extra.items():
-            own = {spec.key[0]: f"{extra} (not in the paper)"}
-            rows += [x for source in spec.sources(row) for x in Entry(results, spec, own, source).setups()]
+            paper = {spec.key[0]: f"{extra} (not in the paper)"}
+            rows += [x for source in spec.sources(row) for x in Entry(results, spec, paper, source).setups()]
         frame = pd.DataFrame([row.cells() for row in rows])
         frame.attrs["spec"] = spec
         yield frame

@@ -114,23 +114,9 @@ APPENDICES = [
 
 def setup_line(results: Results) -> str:
     """Return one line on what was measured."""
-    runs = results.runs[results.runs.status == "finished"]
-
-    def most(name: str) -> str:
-        return str(runs[name].dropna().mode().iloc[0]) if runs[name].notna().any() else ABSENT
-
-    steps = runs.steps[runs.steps > 0].astype(int)
-    trained = f"{steps.min():,} to {steps.max():,} training steps (paper: 4,000)" if len(steps) else "no training"
-    substitute = (
-        " in place of the paper's models and PG-19"
-        if (runs.is_model_substituted | runs.is_data_substituted).any()
-        else ""
-    )
+    runs = results.runs
     scale = " budget=quick: no number is meaningful." if results.is_quick else ""
-    return (
-        f"{most('model')} on {most('data')}{substitute}; {most('seq_len')}-token windows; {trained}; "
-        f"{len(results.runs)} runs, {runs.seed.nunique()} seeds.{scale}"
-    )
+    return f"{len(runs)} runs, {runs.seed.nunique()} seeds, on {', '.join(runs.model.dropna().unique())}.{scale}"
 
 
 # --- tables as text ---

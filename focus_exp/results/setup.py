@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -29,7 +28,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
 }
 # settings that early records lack, with their values then
 ADDED: dict[tuple[str, ...], Any] = {("attention", "encoders"): 2, ("attention", "fit_to"): "loss"}
-BENCHMARKS = ("eval.tasks=", "eval.limit=")  # overrides that choose what else is scored
 
 
 def setup_key(record: Record) -> str:
@@ -43,11 +41,6 @@ def setup_key(record: Record) -> str:
         record.device_kind,
         [record.steps, record.tokens_seen],
     )
-
-
-def variant_key(name: str, settings: Sequence[str], own: str) -> str:
-    """Return the setup of a variant of a comparison; `own`: that of its own run."""
-    return _digest(name, [text for text in settings if not text.startswith(BENCHMARKS)], own)
 
 
 def _is_fixed(key: tuple[str, ...]) -> bool:
