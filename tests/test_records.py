@@ -62,7 +62,7 @@ def test_find_stale_compares_measurements_with_losses(runs, damage):
         losses.unlink()
     else:
         text = measurements.read_text()
-        value = next(line for line in text.splitlines() if ",perplexity," in line).split(",")[2]
+        value = next(line for line in text.splitlines() if ",nll," in line).split(",")[2]
         measurements.write_text(text.replace(value, str(float(value) + 1)))
     assert any("losses.csv" in line for line in find_stale(runs))
 

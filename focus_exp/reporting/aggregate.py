@@ -88,24 +88,23 @@ def root_mean_square(errors: Sequence[float]) -> float:
 
 
 def required_sample(row: Row, effect: float | None = None, comparisons: int = 1) -> dict[str, float | None]:
-    """Return how many units and seeds would show an effect with 80 % power.
+    """Return how many units and seeds would show an effect with 80 % power; None where those at hand are enough.
 
-    The effect is `effect`, or 1 % where the units and seeds at hand are enough for that. `comparisons`: number of
-    simultaneous intervals (Bonferroni).
+    Args:
+        effect: 1 % by default.
+        comparisons: number of simultaneous intervals (Bonferroni).
     """
-    for size in filter(None, (abs(effect) if effect else None, SMALL_EFFECT)):
-        units = needed(row.deviation, size, comparisons) if row.deviation else 0
-        if row.seed_deviation:
-            seeds = needed(row.seed_deviation, size, comparisons)
-        else:
-            seeds = MIN_SEEDS if len(row.seeds) < 2 else 0
-        missing = {
-            "required_units": units if units > (row.n_units or 0) else None,
-            "required_seeds": seeds if seeds > len(row.seeds) else None,
-        }
-        if any(missing.values()):
-            return {"effect": size, **missing}
-    return {"effect": None, "required_units": None, "required_seeds": None}
+    size = abs(effect) if effect else SMALL_EFFECT
+    units = needed(row.deviation, size, comparisons) if row.deviation else 0
+    if row.seed_deviation:
+        seeds = needed(row.seed_deviation, size, comparisons)
+    else:
+        seeds = MIN_SEEDS if len(row.seeds) < 2 else 0
+    return {
+        "effect": size,
+        "required_units": units if units > (row.n_units or 0) else None,
+        "required_seeds": seeds if seeds > len(row.seeds) else None,
+    }
 
 
 def is_worse(row: Row, comparisons: int = 1) -> bool:

@@ -33,7 +33,7 @@ OF_RUN = (  # facts of the comparison or single run that its rows have
     *("run", "experiment", "seed", "started", "status", "device", "device_kind", "setup", "is_variant"),
 )
 OF_VARIANT = (  # facts of the variant's own run
-    *("requested_model", "model", "data", "seq_len", "window", "num_groups", "gate", "attention", "train_tokens"),
+    *("requested_model", "model", "data", "seq_len", "window", "num_groups", "attention", "train_tokens"),
     *("steps", "model_params", "commit"),
 )
 
@@ -45,7 +45,7 @@ class Results:
     runs: provenance by run (the path below the directory), oldest first, variants of comparisons last.
     rows: one for each run, subject and metric: the columns of the measurement with its settings, the facts `OF_RUN` and
         `OF_VARIANT`, and those below; a comparison has the rows of its variants.
-        source: rows, phases (quality), benchmarks, probes, speed, method_speed, groups, variants
+        source: rows, phases (quality), benchmarks, probes, speed, method_speed, groups
         metric: perplexity, nll, nll_change, score, score_change, speedup, peak_memory, dominance, ...
         level, reference_level: both sides of a difference
         primary: the row that represents its run, variant or task; sparsity, density: of the causal QK pairs
@@ -140,7 +140,7 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
         "is_model_substituted": bool(model.get("substitution")), "is_data_substituted": bool(data.get("substitution")),
         "model_params": model.get("parameters"), "device": record.device, "device_kind": record.device_kind,
         "attention": setting("attention", "method"), "num_groups": setting("attention", "groups"),
-        "gate": setting("attention", "gate"), "window": setting("attention", "window"),
+        "window": setting("attention", "window"),
         "seq_len": setting("eval", "seq_len"), "is_causal": record.method.get("causal", True),
         "train_tokens": record.tokens_seen, "steps": record.steps,
         "seconds": record.wall_seconds, "warnings": "; ".join(record.warnings),
@@ -188,6 +188,7 @@ def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
             source="phases" if row.phase else "rows", variant=None, own_nll=other.nll, mask_active=is_mask_active(row),
             distant_density=other.distant_density, largest_group=other.largest_group_fraction, dof=None, n=None,
             own_tokens=other.training_tokens, primary=row.variant == primary and not row.phase,
+            trainable_params=0 if row.kind == "base" else None,
         )  # fmt: skip
         if row.metric == "nll_change":
             made = made.replace(
@@ -197,8 +198,6 @@ def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
             if row.low is not None:
                 made = made.replace(dof=row.dof or 1.0, n_units=row.n, stderr=standard_error(row, row.dof or 1.0))
         yield made
-        if row.kind == "base" and row.metric == "perplexity":
-            yield made.replace(metric="parameters", value=0, low=None, high=None, primary=False)
 
 
 def name_reference(row: Row) -> str:
@@ -360,23 +359,19 @@ def name_variant(run: Run) -> list[Row]:
 
 
 def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
-    """Return the rows of a comparison: base, primary rows and parameters of variants."""
+    """Return the rows of a comparison: of the base and of each variant its primary ones."""
     base: list[Row] = []
     rows: list[Row] = []
-    params: list[Row] = []
     for variant, run in pairs:
-        value = (run.record.method.get("trainable_parameters") or 0) if run and run.record.tokens_seen else 0
-        key = setup_key(run.record) if run else ""
-        named = {"variant": variant.name, "variant_setup": key, "trainable_params": value}
-        facts = {name: run.facts[name] for name in OF_VARIANT} if run else {}
-        params.append(Row(**facts, **named, source="variants", metric="parameters", value=value, error=variant.error))
-        own = run.rows if run else []
-        if not base and any(row.kind == "base" and row.source == "rows" for row in own):
-            unmodified = [r for r in own if r.kind in ("base", "missing") and r.source in ("rows", "benchmarks")]
-            base = [row.replace(variant=None) for row in unmodified]
-        primary = next((r for r in own if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
-        rows += [row.replace(**named) for row in own if represents(row, primary)]
-    return [*base, *rows, *params]
+        if run is None:
+            continue
+        parameters = run.record.method.get("trainable_parameters") or 0 if run.record.tokens_seen else 0
+        named = {"variant": variant.name, "variant_setup": setup_key(run.record), "trainable_params": parameters}
+        if not base and any(row.kind == "base" and row.source == "rows" for row in run.rows):
+            base = [row for row in run.rows if row.kind in ("base", "missing") and row.source in ("rows", "benchmarks")]
+        primary = next((r for r in run.rows if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
+        rows += [row.replace(**named) for row in run.rows if represents(row, primary)]
+    return [*(row.replace(variant=None) for row in base), *rows]
 
 
 def represents(row: Row, primary: Row) -> bool:

@@ -136,7 +136,7 @@ class Entry:
     def setups(self) -> list[Entry]:
         """Return one entry with its runs for each setup."""
         names = self.source.names
-        present: dict[str, Any] = {"source": "variants", "variant": names} if names else self.source.cells
+        present: dict[str, Any] = {"source": "rows", "variant": names} if names else self.source.cells
         if names == [BASE]:
             present = {"source": "rows", "kind": BASE}
         setups: dict[Any, dict[int | None, str]] = {}

@@ -26,7 +26,7 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
-from focus_exp.reporting.load import Results
+from focus_exp.reporting.load import Results, read_yaml
 from focus_exp.reporting.paper_tables import Column, Spec, paper_rows, paper_tables
 from focus_exp.storage import replace_file
 
@@ -95,21 +95,13 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
         parts += ["## This project's methods", to_markdown(methods_table(content["methods"])).strip()]
     parts += [
         "## Appendices (CSV)",
-        "\n".join(f"- [{name}.csv]({name}.csv): {text}" for name, text in APPENDICES if name in content),
+        "\n".join(
+            f"- [{name}.csv]({name}.csv): {text}"
+            for name, text in read_yaml("tables")["appendices"].items()
+            if name in content
+        ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-APPENDICES = [
-    ("paper_figure1", "figure 1 as a table"),
-    ("paper_groups_section5_pairs", "distant pairs of one group"),
-    ("frontier", "change of perplexity and density by method and sequence length"),
-    ("speed", "all timings, bounds and break-even lengths"),
-    ("differences", "every paired change of the loss, over seeds where there are several"),
-    ("power", "standard deviations of documents and seeds, and required sample sizes"),
-    ("pitfalls", "non-causal routers, gates and masks that differ, inactive masks"),
-    ("runs", "all runs with model, data, device, command and commit"),
-]
 
 
 def setup_line(results: Results) -> str:

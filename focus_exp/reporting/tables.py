@@ -10,40 +10,15 @@ import pandas as pd
 
 from focus_exp.reporting.aggregate import SMALL_EFFECT, Row, aggregate_seeds, root_mean_square
 from focus_exp.reporting.format import to_percent
-from focus_exp.reporting.load import Results, select
+from focus_exp.reporting.load import Results, read_yaml, select
 from focus_exp.reporting.paper_tables import BASE
 from focus_exp.results.intervals import needed, student
 
 SOFT = "soft"
 LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length
 LENGTHS = (1024, 4096, 8192)
-METHODS = {  # label -> variant of the experiment `frontier`, then of `compare`
-    "Focus, two encoders": "dual_20",
-    "Focus, top-1": "focus_k1",
-    "local window, 512": "window_512",
-    "local window, 1,024": "window_1024",
-    "random groups": "random_groups",
-    "token indexer": "token_indexer",
-    "block means (MoBA)": "block_means_20",
-    "block gate (SeerAttention)": "block_gate_20",
-    "key gate": "key_gate_20",
-    "SparQ": "sparq",
-    "MagicPIG": "magicpig",
-    "best tokens (oracle)": "best_tokens",
-    "LoRA, size-matched": "lora",
-    "full fine-tuning": "full_finetuning",
-}
-FAMILIES = {  # curve of the frontier -> methods; their variants and hard routings
-    "Focus, two encoders": ["dual_5", "dual_10", "dual_20", "dual_30"],
-    "Focus": ["focus_k1", "k_2", "k_3"],
-    "local window": ["window", "window_512", "window_1024"],
-    "random groups": ["random_groups"],
-    "SparQ": ["sparq", "sparq_dense"],
-    **{
-        label: [f"{name}_{percent}" for percent in (5, 10, 20, 30)]
-        for label, name in (("block means", "block_means"), ("block gate", "block_gate"), ("key gate", "key_gate"))
-    },
-}
+METHODS: dict[str, str] = read_yaml("tables")["methods"]
+FAMILIES: dict[str, list[str]] = read_yaml("tables")["families"]
 
 
 def frontier(results: Results) -> pd.DataFrame:
@@ -227,36 +202,14 @@ def power(claims: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame([{"id": id, **_difference(row)} for id, row in rows.items()], columns=columns)
 
 
-PITFALLS: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "non-causal router",
-        {"source": "rows", "metric": "nll_change", "reference": "non-causal counterpart"},
-        "",
-    ),
-    (
-        "soft gate trained, hard mask used",
-        {"source": "rows", "metric": "nll_change", "reference": SOFT, "mask_active": True},
-        '(top_k == 1 or primary) and (experiment in ("retrofit_124m", "leak", "gates")'
-        ' or (experiment == "compare" and variant in ("focus", "focus_paper")))',
-    ),
-    (
-        "k > K/2 is full attention",
-        {"source": "rows", "metric": "nll_change", "reference": BASE, "kind": "hard", "pair_rule": "share"},
-        "top_k >= 2 and 2 * top_k > num_groups",
-    ),
-    (
-        "benchmark with an inactive mask",
-        {"source": "benchmarks", "metric": "score_change", "kind": "hard", "deciding": True, "is_variant": False,
-         "mask_active": [True, False]},
-        "first_variant is None or variant == first_variant",
-    ),
-]  # fmt: skip
-
-
 def pitfalls(results: Results) -> pd.DataFrame:
     """Return what a reader of the paper could mistake, with measurements."""
     complete = sorted((row for row in results.rows if row.status == "finished"), key=lambda row: row.started)
-    rows = [{"pitfall": name, **vars(row)} for name, cells, query in PITFALLS for row in select(complete, cells, query)]
+    rows = [
+        {"pitfall": pitfall["name"], **vars(row)}
+        for pitfall in read_yaml("tables")["pitfalls"]
+        for row in select(complete, pitfall["select"], pitfall.get("query", ""))
+    ]
     columns = [
         *("pitfall", "experiment", "variant", "seed", "name", "task", "top_k", "num_groups", "sparsity"),
         *("distant_density", "mask_active", "causal", "reference_level", "level", "value", "low", "high", "unit"),

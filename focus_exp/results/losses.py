@@ -13,7 +13,7 @@ import pandas as pd
 
 from focus_exp.errors import UserError
 from focus_exp.results.intervals import Estimate, estimate, units_of
-from focus_exp.results.measurement import MAX_NATS, Measurement
+from focus_exp.results.measurement import Measurement
 from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
@@ -86,15 +86,11 @@ def read_losses(path: Path) -> dict[str, Losses]:
 def find_inconsistent(measurements: Iterable[Measurement], losses: dict[str, Losses]) -> list[str]:
     """Return the measurements of a run that do not follow from its losses."""
     final = [m for m in measurements if m.value is not None and not m.settings.get("phase")]
-    means = {m.variant: m.value or 0.0 for m in final if m.metric == "nll"}
     wrong = []
     for m in final:
         if m.metric == "nll":
             text = losses.get(TEXT)
             follows = text is not None and m.variant in text.nll and _is_close(m.value, text.estimate(m.variant).value)
-        elif m.metric == "perplexity":
-            nll = means.get(m.variant, math.nan)
-            follows = nll >= MAX_NATS or math.isclose(m.value or 0.0, math.exp(nll), rel_tol=1e-9)
         elif m.metric.startswith("nll_change"):
             follows = _change_follows(m, losses.get(benchmark_name(m.settings)))
         else:
