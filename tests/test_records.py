@@ -91,17 +91,6 @@ def test_published_results_keep_every_run(published):
 # --- comparisons, records ---
 
 
-@pytest.mark.parametrize("state", ["repeated", "missing"])
-def test_compare_variants_changed_run_raises(tmp_path, state):
-    home = tmp_path / "adhoc" / "tiny"
-    if state == "repeated":
-        Record(status="finished", experiment="adhoc", started="later").save(home / "one-seed0-ab" / "record.json")
-    variant = VariantRun(name="one", settings=[], folder="runs/adhoc/tiny/one-seed0-ab", started="earlier")
-    comparison = Record(status="finished", experiment="adhoc", variants=[variant])
-    with pytest.raises(UserError, match=state):
-        compare_variants(comparison, home / "compare-seed0-cd", [])
-
-
 def test_compare_variants_without_a_run_has_no_changes(tmp_path):
     variant = VariantRun(name="one", settings=[], folder="runs/adhoc/tiny/one-seed0-ab")
     comparison = Record(status="running", experiment="adhoc", variants=[variant])

@@ -60,25 +60,6 @@ PERPLEXITY = Column("ppl", "PPL", {"metric": "perplexity"})
 
 
 @dataclass(frozen=True)
-class Source:
-    """Source of the measurements of a row of the paper; see paper_tables.yaml.
-
-    variant: of a comparison ("base": its full attention); variants: one for each column; cells: of measurements that
-    belong to no variant, $name stands for the paper's own cell; needs: what a CPU without the Hub lacks.
-    """
-
-    experiments: list[str]
-    variant: str = ""
-    variants: dict[str, str] = field(default_factory=dict)
-    cells: dict[str, Any] = field(default_factory=dict)
-    needs: str = ""
-
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys([*self.variants.values(), *filter(None, [self.variant])]))
-
-
-@dataclass(frozen=True)
 class Spec:
     """A table of the paper; see paper_tables.yaml."""
 
@@ -100,9 +81,9 @@ class Spec:
         """Read an entry of paper_tables.yaml."""
         return cls(name=name, **options | {"columns": [Column(**column) for column in options["columns"]]})
 
-    def sources(self, row: Any) -> list[Source]:
-        """Return the sources that a row names: variants, fields of a Source, or a list of these."""
-        common = Source(self.experiments, cells=self.cells, needs=self.needs)
+    def entries(self, results: Results, paper: dict[str, Any], row: Any) -> list[Entry]:
+        """Return the sources that a row names: variants, fields of an Entry, or a list of these."""
+        common = Entry(results, self, paper, self.experiments, cells=self.cells, needs=self.needs)
         places = row if isinstance(row, list) else [row]
         return [replace(common, **({"variant": place} if isinstance(place, str) else place)) for place in places]
 
@@ -121,13 +102,25 @@ def key_of(row: dict[str, Any], names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the paper, one source, and the latest run of each seed of a setup."""
+    """A row of the paper, one source of its measurements, and the latest run of each seed of a setup.
+
+    variant: of a comparison ("base": its full attention); variants: one for each column; cells: of measurements that
+    belong to no variant, $name stands for the paper's own cell; needs: what a CPU without the Hub lacks.
+    """
 
     results: Results
     spec: Spec
     paper: dict[str, Any]
-    source: Source
+    experiments: list[str]
+    variant: str = ""
+    variants: dict[str, str] = field(default_factory=dict)
+    cells: dict[str, Any] = field(default_factory=dict)
+    needs: str = ""
     runs: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys([*self.variants.values(), *filter(None, [self.variant])]))
 
     def select(self, run: str, cells: dict[str, Any]) -> list[Row]:
         cells = {key: self.paper[cell[1:]] if str(cell).startswith("$") else cell for key, cell in cells.items()}
@@ -135,13 +128,12 @@ class Entry:
 
     def setups(self) -> list[Entry]:
         """Return one entry with its runs for each setup."""
-        names = self.source.names
-        present: dict[str, Any] = {"source": "rows", "variant": names} if names else self.source.cells
-        if names == [BASE]:
+        present: dict[str, Any] = {"source": "rows", "variant": self.names} if self.names else self.cells
+        if self.names == [BASE]:
             present = {"source": "rows", "kind": BASE}
         setups: dict[Any, dict[int | None, str]] = {}
         for run, rows in self.results.rows_by_run.items():
-            if rows[0].experiment in self.source.experiments and (rows := self.select(run, present)):
+            if rows[0].experiment in self.experiments and (rows := self.select(run, present)):
                 setup = tuple(dict.fromkeys((row.setup, row.variant_setup) for row in rows))
                 setups.setdefault(setup, {})[rows[0].seed] = run
         return [replace(self, runs=tuple(seeds.values())) for seeds in setups.values()]
@@ -150,13 +142,13 @@ class Entry:
         """Return the measurement in a column, of a task its main metric; None where it has no number."""
         if column.timed:
             return self.speed(run)
-        variant = self.source.variants.get(column.name, self.source.variant)
+        variant = self.variants.get(column.name, self.variant)
         subject = {"kind": BASE} if variant == BASE else {"variant": variant} if variant else {}
-        cells = {**self.source.cells, **column.cells, **subject}
+        cells = {**self.cells, **column.cells, **subject}
         if column.origin and cells.get("source") == "benchmarks":
             cells |= {"metric": "score_change", "reference": FULL}
         elif column.origin:
-            cells |= {"metric": "nll_change", "reference": self.source.variants.get(column.origin, BASE)}
+            cells |= {"metric": "nll_change", "reference": self.variants.get(column.origin, BASE)}
         return min(self.select(run, cells), key=_metric_rank, default=None)
 
     def behind(self, run: str) -> list[Row]:
@@ -191,7 +183,7 @@ class Entry:
             key=lambda row: (row.tokens == common, row.tokens, row.assignment == "balanced", row.run in timers),
         )  # fmt: skip
 
-    def cells(self) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """Return the row of the table."""
         spec = self.spec
         cells: dict[str, Any] = {name: self.paper.get(name) for name in spec.key}
@@ -220,7 +212,7 @@ class Entry:
         last = behind[-1] if behind else []
         densities = [1 - row.density if row.density is not None else row.sparsity for row in aggregate_seeds(flat)]
         runs = [self.results.runs.loc[run] for run in self.runs]
-        variants = self.source.names or [str(row.name) for row in last if row.source != "speed"]
+        variants = self.names or [str(row.name) for row in last if row.source != "speed"]
         return {
             "sparsity": _distinct("-" if density is None else f"{100 * density:.1f}" for density in densities),
             "variant": _distinct(variants),
@@ -231,7 +223,7 @@ class Entry:
             "device": _distinct(run.device_kind for run in runs),
             "seeds": len({run.seed for run in runs}),
             "experiment": _distinct(run.experiment for run in runs),
-            "needs": "" if runs else self.source.needs or f"+experiment={self.source.experiments[0]}",
+            "needs": "" if runs else self.needs or f"+experiment={self.experiments[0]}",
             "runs": " ".join(self.runs),
             "commits": _distinct(str(row.commit or "")[:7] for row in flat or ()),
         }
@@ -268,11 +260,11 @@ def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
         for paper in paper_rows(name):
             key = key_of(paper, spec.key)
             row = next(row for pattern, row in spec.rows.items() if fnmatchcase(key, pattern))
-            entries = [Entry(results, spec, paper, source) for source in spec.sources(row)]
+            entries = spec.entries(results, paper, row)
             rows += [setup for entry in entries for setup in entry.setups()] or entries[:1]
         for extra, row in spec.extra.items():
             paper = {spec.key[0]: f"{extra} (not in the paper)"}
-            rows += [x for source in spec.sources(row) for x in Entry(results, spec, paper, source).setups()]
-        frame = pd.DataFrame([row.cells() for row in rows])
+            rows += [setup for entry in spec.entries(results, paper, row) for setup in entry.setups()]
+        frame = pd.DataFrame([entry.row() for entry in rows])
         frame.attrs["spec"] = spec
         yield frame

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pandas as pd
@@ -240,31 +242,10 @@ def render_card(results: Results, config: dict[str, Any], tables: dict[str, pd.D
     """Return the README of an adapter, as the Hub shows it."""
     run = results.runs.iloc[-1]
     hub_id = run.model_requested if run.model_source in ("hub", "hub_cache") else None
-    base = f"base_model: {hub_id}\n" if hub_id else ""
-    attention = json.dumps(config.get("attention", {}), default=str)
-    table = next(iter(tables.values()), pd.DataFrame())
-    return f"""---
-{base}library_name: focus_exp
-tags: [focus, sparse-attention]
----
-# {title_of(results)}
-
-A router for Focus attention: it assigns tokens to groups in every layer. A query attends to a local window, to the
-first tokens (sinks) and to distant tokens of its own groups.{"" if run.is_causal else " It is non-causal."}
-
-```python
-from transformers import AutoModelForCausalLM
-from focus_exp import load_adapter
-
-model = AutoModelForCausalLM.from_pretrained("{hub_id or "<base model>"}")
-load_adapter(model, "<this folder or owner/name on the Hub>")  # checks the weights it was trained for
-```
-
-- Base model: {run.model}
-- Data: {run.data}
-- Attention: `{attention}`
-
-{to_markdown(table) if not table.empty else ""}
-Measured on the data above only. Measure your own: `python -m focus_exp job=evaluate adapter=<this> data=files
-data.files='texts/*.txt'`. Prompts shorter than the window are computed as by the base model.
-"""
+    template = Template((files("focus_exp.reporting") / "card.md").read_text(encoding="utf-8"))
+    return template.substitute(
+        base_model=f"base_model: {hub_id}\n" if hub_id else "", title=title_of(results),
+        causality="" if run.is_causal else " It is non-causal.", base=hub_id or "<base model>", model=run.model,
+        data=run.data, attention=json.dumps(config.get("attention", {}), default=str),
+        table=to_markdown(next(iter(tables.values()))) if tables else "",
+    )  # fmt: skip

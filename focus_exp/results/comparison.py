@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
-from focus_exp.errors import UserError
 from focus_exp.results.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import RECORD, Record, VariantRun
@@ -23,19 +22,10 @@ def variant_folder(folder: Path, variant: VariantRun) -> Path:
 
 
 def load_variant(folder: Path, variant: VariantRun) -> Record | None:
-    """Load the record of a variant of the comparison in `folder`; None without one.
-
-    Raises:
-        UserError: if the variant's run is gone or was repeated since.
-    """
+    """Load the record of a variant of the comparison in `folder`; None if it is gone or was repeated since."""
     path = variant_folder(folder, variant) / RECORD
-    if not variant.started:
-        return None
     record = Record.load(path) if path.exists() else None
-    if record is None or record.started != variant.started:
-        state = "repeated since" if record else "missing"
-        raise UserError(f"{folder / RECORD}: the run of variant {variant.name}, {path}, is {state}. Compare again.")
-    return record
+    return record if record and record.started == variant.started else None
 
 
 def compare_variants(record: Record, folder: Path, references: list[str]) -> None:
