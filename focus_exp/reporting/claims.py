@@ -15,16 +15,7 @@ from focus_exp.reporting.load import Results, matches, read_yaml, select
 REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = "reproduced", "same direction", "not reproduced"
 INCONCLUSIVE, DIFFERENT_ROUTER, MASK_INACTIVE = "inconclusive", "different router", "mask inactive"
 OUT_OF_SCOPE, NOT_RUN = "out of scope", "not run"
-VERDICTS = {
-    REPRODUCED: "the interval is on the claim's side and contains the paper's value, but not twice its effect",
-    SAME_DIRECTION: "the interval is on the claim's side; the size differs, or the device does",
-    NOT_REPRODUCED: "the interval is on the other side",
-    INCONCLUSIVE: "the interval contains the limit, or training was too short",
-    DIFFERENT_ROUTER: "measured with this project's causal router, not with the paper's",
-    MASK_INACTIVE: "under 5 % of the QK pairs were pruned",
-    OUT_OF_SCOPE: "model, data or device are not available, or the router is non-causal",
-    NOT_RUN: "no run yet",
-}
+VERDICTS: dict[str, str] = read_yaml("tables")["verdicts"]  # in the order of the legend
 INTEGERS = ["seeds", "n_units", "tokens", "steps", "required_units", "required_seeds"]
 SHOWN, REFUTED, OPEN = 1, -1, 0
 TOLERANCE = 0.05  # of a lower limit: relative for a ratio, absolute for a fraction
@@ -39,7 +30,7 @@ class Judgement:
 
     verdict: str
     rows: list[Row] = field(default_factory=list)
-    row: Row | None = None
+    row: Row = field(default_factory=Row)
     effect: float | None = None
     comparisons: int = 1
 
@@ -90,35 +81,33 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
     rows = [row for row in results.complete if row.dtype != "bfloat16" or "no native bfloat16" not in row.device]
     judged = [_evaluate(claim, rows, results) for claim in load_claims()]
     frame = pd.DataFrame([cells for cells, _ in judged]).astype(dict.fromkeys(INTEGERS, "Int64"))
-    frame.attrs["rows"] = {cells["id"]: row for cells, row in judged if row is not None}
+    frame.attrs["rows"] = {cells["id"]: row for cells, row in judged}
     return frame
 
 
-def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str, Any], Row | None]:
-    candidates = [row for row in rows if row.experiment in claim.experiments]
-    selected = select((row for row in candidates if row.error is None), claim.select, claim.query)
-    rows = aggregate_seeds(selected)
+def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str, Any], Row]:
+    candidates = [row for row in rows if row.experiment in claim.experiments and row.error is None]
+    rows = aggregate_seeds(select(candidates, claim.select, claim.query))
     judgement = claim.judge(rows) if rows else Judgement(OUT_OF_SCOPE if claim.needs else NOT_RUN)
     if results.is_quick and judgement.rows:
         judgement = replace(judgement, verdict=INCONCLUSIVE)
     row = judgement.row
     shown = rows if claim.pick or claim.matched else judgement.rows
     runs = list(dict.fromkeys(member.run for aggregated in shown for member in aggregated.members))
-    needed: dict[str, float | None] = {}
-    if judgement.verdict == INCONCLUSIVE and row is not None and row.reference is not None:
-        needed = required_sample(row, judgement.effect, judgement.comparisons)
-
-    def cell(name: str) -> Any:
-        return getattr(row, name) if row is not None else None
-
+    required: dict[str, float | None] = {}
+    if judgement.verdict == INCONCLUSIVE and row.reference is not None:
+        required = required_sample(row, judgement.effect, judgement.comparisons)
     return {
         **{name: getattr(claim, name) for name in ("id", "table", "claim", "paper")},
-        **{name: cell(name) for name in ("value", "low", "high", "unit")},
+        **{name: getattr(row, name) for name in ("value", "low", "high", "unit")},
         "verdict": judgement.verdict,
-        "sparsity": 1 - cell("density") if cell("density") is not None else cell("sparsity"),
-        "seeds": len(row.seeds) if row is not None else len({results.runs.seed[run] for run in runs}) or None,
-        **{name: cell(name) for name in ("experiment", "variant", "reference", "causal", "n_units", "tokens", "steps")},
-        **{name: needed.get(name) for name in ("effect", "required_units", "required_seeds")},
+        "sparsity": row.sparsity if row.density is None else 1 - row.density,
+        "seeds": len(row.seeds or ()) or None,
+        **{
+            name: getattr(row, name)
+            for name in ("experiment", "variant", "reference", "causal", "n_units", "tokens", "steps")
+        },
+        **{name: required.get(name) for name in ("effect", "required_units", "required_seeds")},
         "minutes": results.minutes(runs),
         "runs": " ".join(runs),
     }, row

@@ -178,9 +178,7 @@ def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:
     for (variant, curve), color in zip(lines.groupby("variant", dropna=False, sort=False), COLORS, strict=False):
         starts = curve.groupby("phase", sort=False).step.max().cumsum().shift(fill_value=0)
         steps, window = curve.step + curve.phase.map(starts), max(1, len(curve) // 10) | 1
-        smooth = curve.groupby("phase", sort=False).loss.transform(
-            lambda loss, window=window: loss.rolling(window, center=True, min_periods=1).mean()
-        )
+        smooth = curve.loss.rolling(window, center=True, min_periods=1).mean()
         ax.plot(steps, curve.loss, color=color, linewidth=0.6, alpha=0.3)
         label = variant if isinstance(variant, str) else "training, smoothed"
         ax.plot(steps, smooth, color=color, linewidth=1.8, label=label)

@@ -26,9 +26,6 @@ from focus_exp.results.setup import setup_key
 
 QUICK = "quick"
 QUALITY = ("perplexity", "nll", "nll_change")
-GENERATED = (
-    *("generated_tokens", "continuation_nll", "agreeing_tokens", "generation_seconds", "keys_read", "cache_bytes"),
-)
 OF_RUN = (  # facts of the comparison or single run that its rows have
     *("run", "experiment", "seed", "started", "status", "device", "device_kind", "setup", "is_variant"),
 )
@@ -153,11 +150,12 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
 def to_row(m: Measurement) -> Row:
     """Return the columns and settings of a measurement, None for missing ones."""
     value, low, high, density = (None if x is None or math.isnan(x) else x for x in (m.value, m.low, m.high, m.density))
-    phase = m.settings.get("phase")
+    phase, case = m.settings.get("phase"), str(m.settings) if "clock" in m.settings else None
     cells = {
         "variant": m.variant, "name": m.variant, "subject": m.variant + (f", after {phase}" if phase else ""),
         "metric": m.metric, "value": value, "low": low, "high": high, "unit": m.unit, "n": m.n,
         "reference": m.reference or None, "density": density, "sparsity": None if density is None else 1 - density,
+        "case": case,
     }  # fmt: skip
     return Row(**{"causal": True} | m.settings | cells)
 
@@ -257,33 +255,24 @@ def probe_rows(rows: list[Row]) -> Iterator[Row]:
 
 def speed_rows(rows: list[Row]) -> list[Row]:
     """Return speedups and ratios of peak memory, each with both sides."""
-    rows = [row for row in rows if row.clock is not None]
     sides: dict[Any, float | None] = {}
     for row in rows:
-        sides.setdefault((*timed_case(row), row.metric, row.variant == "full"), row.value)
+        sides.setdefault((row.case, row.metric, row.variant == "full"), row.value)
     made = []
     for row in [row for row in rows if row.metric == "speedup"]:
-        for metric, side, factor in (("", "latency_ms", 1e-3), ("peak_memory", "peak_memory_bytes", 1.0)):
-            ours, full = (sides.get((*timed_case(row), side, is_full)) for is_full in (False, True))
+        for metric, side, factor in (("speedup", "latency_ms", 1e-3), ("peak_memory", "peak_memory_bytes", 1.0)):
+            ours, full = (sides.get((row.case, side, is_full)) for is_full in (False, True))
             cells: dict[str, Any] = {
                 "source": "method_speed" if row.groups is None else "speed", "reference": "full attention",
                 "tokens": row.seq_len, "variant": None, "name": None, "n": None, "layer": None,
                 "level": None if ours is None else factor * ours,
                 "reference_level": None if full is None else factor * full,
             }  # fmt: skip
-            if not metric:
+            if metric == row.metric:
                 made.append(row.replace(**cells))
             elif ours is not None and full is not None:
                 made.append(row.replace(**cells, metric=metric, unit="x", value=ours / full))
     return made
-
-
-def timed_case(row: Row) -> tuple[Any, ...]:
-    """Return what both sides of a timing share."""
-    return (
-        row.clock, row.method, row.seq_len, row.groups, row.assignment, row.top_k, row.pair_rule, row.window,
-        row.dtype, row.path,
-    )  # fmt: skip
 
 
 def group_rows(rows: list[Row]) -> Iterator[Row]:
@@ -314,7 +303,7 @@ def detail_rows(rows: list[Row]) -> Iterator[Row]:
         if row.router is not None or row.metric in ("layer_confidence", "passage_distant_density"):
             metric = f"{row.metric} {row.router}" if row.router else row.metric
             yield row.replace(source="analysis", metric=metric, variant=None)
-        elif row.metric in GENERATED:
+        elif row.prompt is not None:
             yield row.replace(source="generation")
         elif row.metric.startswith("class_nll"):
             yield row.replace(source="costs", variant=row.word_class, metric=f"{row.metric} {row.variant}")

@@ -33,27 +33,18 @@ def frontier(results: Results) -> pd.DataFrame:
         repeated = row.task and tokens == row.seq_len and row.experiment == "long_context"  # scored as rows as well
         if row.sparsity is None or repeated:
             continue
-        rows.append(
-            {
-                "model": row.model,
-                "data": row.data,
-                "experiment": row.experiment,
-                "variant": row.variant,
-                "tokens": tokens,
-                "method": family or row.method,
-                "density": 1 - row.sparsity,
-                "sparsity": row.sparsity,
-                "change": to_percent(row.value),
-                "low": to_percent(row.low),
-                "high": to_percent(row.high),
-                "seeds": len(row.seeds),
-                "trainable_params": row.trainable_params if row.train_tokens else 0,
-                "train_tokens": row.train_tokens,
-                "run": row.members[0].run,
-            }
-        )
-    frame = pd.DataFrame(rows)
-    return frame.sort_values(["tokens", "experiment"], kind="stable").reset_index(drop=True) if rows else frame
+        point = {
+            "tokens": tokens, "method": family or row.method, "density": 1 - row.sparsity, "seeds": len(row.seeds),
+            "change": to_percent(row.value), "low": to_percent(row.low), "high": to_percent(row.high),
+            "trainable_params": row.trainable_params if row.train_tokens else 0, "run": row.members[0].run,
+        }  # fmt: skip
+        rows.append(vars(row) | point)
+    columns = [
+        *("model", "data", "experiment", "variant", "tokens", "method", "density", "sparsity", "change", "low", "high"),
+        *("seeds", "trainable_params", "train_tokens", "run"),
+    ]
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame.sort_values(["tokens", "experiment"], kind="stable").reset_index(drop=True)
 
 
 def methods(results: Results) -> pd.DataFrame:

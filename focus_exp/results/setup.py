@@ -35,18 +35,15 @@ def setup_key(record: Record) -> str:
     # random weights are drawn from the seed
     weights = None if record.model.get("source") == "random" else record.model.get("fingerprint")
     fixed = {key: value for key, value in flatten(record.config).items() if _is_fixed(key)}
-    return _digest(
+    parts = [
         {".".join(key): value for key, value in fixed.items() if value not in (None, [], "", ADDED.get(key))},
         [record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")],
         record.device_kind,
         [record.steps, record.tokens_seen],
-    )
+    ]
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _is_fixed(key: tuple[str, ...]) -> bool:
     section, *below = key
     return is_hashed(key) and not (section in IGNORED and (not IGNORED[section] or below[0] in IGNORED[section]))
-
-
-def _digest(*parts: Any) -> str:
-    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
