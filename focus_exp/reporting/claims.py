@@ -173,12 +173,11 @@ def at_least(
 ) -> Judgement:
     """Compare values with a lower limit, by length [tokens] if `limit` is a mapping.
 
-    gpu: the paper's device is an H100; timings of an H100, or else of any GPU, are preferred. Slower than the limit but
-    faster than full attention, timed on a CPU, or above `most`: same direction.
+    gpu: the paper's device is a GPU, whose timings are preferred. Slower than the limit but faster than full attention,
+    timed on a CPU, or above `most`: same direction.
     """
     if gpu:
-        papers = [row for row in rows if "H100" in row.device_kind]
-        rows = papers or [row for row in rows if row.device_kind != "cpu"] or rows
+        rows = [row for row in rows if row.device_kind != "cpu"] or rows
     limits = limit if isinstance(limit, Mapping) else {row.tokens: limit for row in rows}
     compared = sorted((row for row in rows if row.tokens in limits), key=lambda row: row.tokens or 0)
     sides: dict[int | None, set[int]] = {}

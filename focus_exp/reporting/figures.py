@@ -109,10 +109,9 @@ def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
     for row, change in zip(rows, changes, strict=True):
         causal, at = row["causal"] is not False, (row["ours_speed"], min(change, edge))
         ax.plot(*at, "o", color=COLORS[0] if causal else COLORS[1], markersize=7)
-        name = row["method"].removeprefix("focus, ") if ", k" in row["method"] else row["variant"].replace("_", " ")
-        name += f" ({change:+,.0f} %)" if change > edge else ""
+        name = row["variant"].replace("_", " ") + (f" ({change:+,.0f} %)" if change > edge else "")
         name += "" if causal else "\n(non-causal)"
-        ax.annotate(name, at, (7, -12 if ", k" in row["method"] else 5), textcoords="offset points", fontsize=9)
+        ax.annotate(name, at, (7, 5), textcoords="offset points", fontsize=9)
     base = paper_rows("figure1")[0]["ppl"]
     printed = [(row["speed"], 100 * (row["ppl"] / base - 1)) for row in paper_rows("figure1") if row["speed"]]
     ax.plot(*zip(*printed, strict=True), "s", color="0.35", markerfacecolor="none", markersize=10, label="paper")

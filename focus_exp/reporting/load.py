@@ -85,7 +85,9 @@ class Run:
         rows, primary = [to_row(m) for m in self.record.measurements], self.record.primary_variant
         parts = (quality_rows(rows, primary), benchmark_rows(rows), probe_rows(rows), speed_rows(rows))
         made = [row for part in (*parts, group_rows(rows), detail_rows(rows)) for row in part]
-        return [row.replace(**{name: self.facts[name] for name in OF_VARIANT}) for row in made]
+        facts = {name: self.facts[name] for name in OF_VARIANT}
+        rows = [row.replace(**facts) for row in made]
+        return [row.replace(train_tokens=int(row.own_tokens)) if row.own_tokens else row for row in rows]
 
 
 def load_results(root: Path, budget: str = "") -> Results:
@@ -321,15 +323,16 @@ def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
     facts, rows = [], []
     for run in runs:
         pairs = [(variant, find_variant(run, variant, others)) for variant in run.record.variants]
-        shared = {name: run.facts[name] for name in OF_RUN}
+        shared, name = {name: run.facts[name] for name in OF_RUN}, run.facts["variant"]
         total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
         seconds = None if None in total else sum(filter(None, total))
+        facts.append(run.facts | {"total_seconds": seconds})
         if pairs:
             shared["first_variant"] = pairs[0][0].name
-        facts.append(run.facts | {"total_seconds": seconds})
-        made = join_variants(pairs) if pairs else name_variant(run)
-        if pairs:
+            made = join_variants(pairs)
             made += differences(run, made)
+        else:
+            made = [row.replace(variant=name) for row in run.rows] if name else run.rows
         rows += [row.replace(**shared) for row in made]
     return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), rows)
 
@@ -338,13 +341,6 @@ def find_variant(run: Run, variant: VariantRun, others: dict[Path, Run]) -> Run 
     """Return a variant's own run, None if it is gone or was repeated since."""
     other = others.get(variant_folder(run.folder, variant))
     return other if other and other.record.started == variant.started else None
-
-
-def name_variant(run: Run) -> list[Row]:
-    """Return the rows of a single run under the name that it has in its comparison."""
-    name = run.facts["variant"]
-    rows = [row.replace(variant=name) for row in run.rows] if name else run.rows
-    return [row.replace(train_tokens=int(row.own_tokens)) if row.own_tokens else row for row in rows]
 
 
 def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:

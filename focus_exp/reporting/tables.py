@@ -54,7 +54,7 @@ def methods(results: Results) -> pd.DataFrame:
         return points
     points = points[(points.model == points.model.mode()[0]) & (points["data"] == points["data"].mode()[0])]
     speeds = select(results.complete, {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu"})
-    return pd.DataFrame([row | _find_speedups(row["variant"], speeds) for row in _methods_by_length(points)])
+    return pd.DataFrame([row | _find_speedups(row, speeds) for row in _methods_by_length(points)])
 
 
 def models(results: Results) -> pd.DataFrame:
@@ -83,19 +83,14 @@ def _methods_by_length(points: pd.DataFrame) -> Iterator[dict[str, Any]]:
         yield row | changes | {"trainable_params": first.trainable_params}
 
 
-def _find_speedups(variant: str, speeds: list[Row]) -> dict[str, Any]:
-    """Return the speedup of a layer at 32,768 and of a prefill at 8,192 tokens (CPU)."""
-    if variant in ("lora", "full_finetuning"):
+def _find_speedups(row: dict[str, Any], speeds: list[Row]) -> dict[str, Any]:
+    """Return the speedup of a layer at 32,768 and of a prefill at 8,192 tokens (CPU); 1 where nothing is pruned."""
+    if row["sparsity_1024"] == 0:
         return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
-    cells: dict[str, Any] = {
-        "source": "method_speed",
-        "method": "focus_dual" if variant.startswith("dual") else variant,
-    }
-    if variant == "focus_k1":
-        cells = {"source": "speed", "groups": 4, "top_k": 1, "assignment": "balanced", "experiment": "speed"}
-    timings = select(speeds, cells)
+    cells = {"source": "method_speed", "method": row["variant"]}
+    timings = select(speeds, read_yaml("tables")["timings"].get(row["variant"], cells))
     layer = select(timings, {"clock": "attention", "tokens": 32_768})
-    prefill = select(timings, {"clock": "prefill", "tokens": 8_192}) if variant != "focus_k1" else []
+    prefill = select(timings, {"clock": "prefill", "tokens": 8_192})
     return {
         "speedup_layer": layer[-1].value if layer else None,
         "speedup_prefill": prefill[-1].value if prefill else None,
