@@ -85,7 +85,7 @@ def _methods_by_length(points: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 def _find_speedups(row: dict[str, Any], speeds: list[Row]) -> dict[str, Any]:
     """Return the speedup of a layer at 32,768 and of a prefill at 8,192 tokens (CPU); 1 where nothing is pruned."""
-    if row["sparsity_1024"] == 0:
+    if not any(row[f"sparsity_{tokens}"] > 0 for tokens in LENGTHS):
         return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
     cells = {"source": "method_speed", "method": row["variant"]}
     timings = select(speeds, read_yaml("tables")["timings"].get(row["variant"], cells))
