@@ -48,14 +48,10 @@ def aggregate_seeds(rows: Iterable[Row]) -> list[Row]:
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(subject_key(row), []).append(row)
+        clock = (row.method, row.device, row.dtype) if row.clock else ()
+        key = (row.name, *clock, *(getattr(row, column) for column in KEY))
+        groups.setdefault(key, []).append(row)
     return [_combine(members) for members in groups.values()]
-
-
-def subject_key(row: Row) -> tuple[object, ...]:
-    """Return what a measurement shares with the same measurement of other seeds."""
-    clock = (row.method, row.device, row.dtype) if row.clock else ()
-    return (row.name, *clock, *(getattr(row, column) for column in KEY))
 
 
 def _combine(rows: list[Row]) -> Row:

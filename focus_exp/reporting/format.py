@@ -14,8 +14,6 @@ def format_number(value: Any, digits: int = 2) -> str:
     """Format a number with thousands separators; from 1,000 on without decimals."""
     if pd.isna(value):
         return ABSENT
-    if isinstance(value, bool | str):
-        return str(value)
     return f"{value:,.{0 if abs(value) >= 1000 else digits}f}"
 
 
@@ -62,8 +60,7 @@ def to_html(markdown: str, title: str) -> str:
 
     body = MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown)
     style = (
-        "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}table{border-collapse:"
-        "collapse;font-size:13px;display:block;overflow-x:auto}td,th{border-bottom:1px solid #ddd;padding:3px 9px;"
-        "text-align:left;white-space:nowrap;font-variant-numeric:tabular-nums}img{max-width:100%}"
+        "body{font:15px/1.5 sans-serif;margin:2em auto;max-width:75em}table{border-collapse:collapse;font-size:13px}"
+        "td,th{border-bottom:1px solid #ddd;padding:3px 9px;text-align:left}img{max-width:100%}"
     )
     return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{style}</style>\n{body}'

@@ -377,8 +377,7 @@ def differences(run: Run, rows: list[Row]) -> list[Row]:
     made = []
     seen = set()
     for m in run.record.measurements:
-        sides = [levels.get((variant, "perplexity")) for variant in (m.variant, m.reference)]
-        ours, other = sides
+        ours, other = (levels.get((variant, "perplexity")) for variant in (m.variant, m.reference))
         pair = frozenset((m.variant, m.reference))
         if m.metric != "nll_change" or pair in seen or ours is None or other is None:
             continue

@@ -33,7 +33,6 @@ from focus_exp.storage import replace_file
 REPORT = "report"
 CONCLUSIONS = "conclusions.md"  # written by hand, next to the records that it is about
 MARKER = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?)[ \u202f]?([%xkM]?)<!--num:(\w+)/([^/>]+)/(\w+)-->")
-MAX_CELL = 60
 TOLERANCE = 1e-9
 
 
@@ -123,11 +122,11 @@ def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
             "paper": claims.paper,
             "ours (95 % CI)": [claim_value(row) for row in claims.to_dict("records")],
             "sparsity [%]": [format_number(percent(x), 1) for x in claims.sparsity],
-            "seeds": [format_number(None if pd.isna(x) else int(x), 0) for x in claims.seeds],
+            "seeds": [format_number(x, 0) for x in claims.seeds],
             "verdict": claims.verdict,
             "run": [f"{_text(row.experiment)} {_text(row.variant)}".strip() for row in claims.itertuples()],
         }
-    ).map(lambda cell: cell[:MAX_CELL])
+    )
 
 
 def _text(cell: Any) -> str:
@@ -183,11 +182,9 @@ def _paper_text(cell: Any, column: Column) -> str:
 
 def _ours_text(row: dict[str, Any], column: Column) -> str:
     key = f"ours_{column.key}"
-    value, low, high = row[key], row[f"{key}_low"], row[f"{key}_high"]
-    if pd.isna(value):
-        return ABSENT
-    digits = 1 if column.origin else column.digits
-    text = format_interval(value, low, high, digits, sign=True) if column.origin else format_number(value, digits)
+    text = format_number(row[key], column.digits)
+    if column.origin:
+        text = format_interval(row[key], row[f"{key}_low"], row[f"{key}_high"], sign=True)
     return text + (" †" if row.get(f"{key}_mask_active") is False else "")
 
 

@@ -85,11 +85,6 @@ def build_workspace(entity: str, project: str) -> Any:
         "Tables": [WeavePanelSummaryTable(table_name=name, layout=Layout(w=24, h=10)) for name in RUN_TABLES],
         "Figures": [MediaBrowser(media_keys=[f"figures/{name}"], num_columns=2) for name in FIGURES],
     }
-    runs = ws.RunsetSettings(
-        groupby=[ws.Metric("Group")], order=[ws.Ordering(ws.Metric("CreatedTimestamp"), ascending=False)]
-    )
     shown = [ws.Section(name=name, panels=panels, is_open=name != "Figures") for name, panels in sections.items()]
-    settings = ws.WorkspaceSettings(max_runs=20)
-    return ws.Workspace(
-        entity, project, "focus_exp: runs by experiment", sections=shown, settings=settings, runset_settings=runs
-    )
+    runs = ws.RunsetSettings(groupby=[ws.Metric("Group")])
+    return ws.Workspace(entity, project, "focus_exp: runs by experiment", sections=shown, runset_settings=runs)
