@@ -95,19 +95,16 @@ class CostEstimator:
         batches = math.ceil(len(indices) / size)
         with full_attention(model):
             self.add("scoring", (1 + (config.recipe.trains("lora") or config.recipe.trains("all"))) * batches, one)
-        soft, hard = 0.0, float(config.attention.method != "full") * (1 + self.rows)
-        if config.has_router:
-            earlier = max(0, len(config.phases) - 1)
-            counterparts = 2 * (not is_causal(model) and config.focus.balance_sequences > 0)
-            soft = 1 + earlier
-            hard = len(evaluator.hard_top_ks()) + 3 * config.eval.controls + self.rows + counterparts + earlier
+        attached = float(config.attention.method != "full") * (1 + self.rows)
+        if config.has_router:  # soft routing, hard ones, controls, counterparts, and both routings after earlier phases
+            attached += len(evaluator.hard_top_ks()) + 3 * config.eval.controls + 2 * max(0, len(config.phases) - 1)
+            attached += 2 * (not is_causal(model) and config.focus.balance_sequences > 0)
             # two controls are matched again in each round
             repeated = [*accumulate(map(len, evaluator.rounds))][:-1] if evaluator.is_base_frozen else []
-            hard += 2 * config.eval.controls * sum(repeated) / len(indices)
-        for is_hard, count in ((False, soft), (True, hard)):
-            if count:
-                set_routing(model, hard=is_hard)
-                self.add("scoring", count * batches, one)
+            attached += 2 * config.eval.controls * sum(repeated) / len(indices)
+        if attached:
+            set_routing(model, hard=True)
+            self.add("scoring", attached * batches, one)
 
     def time_training(self) -> None:
         """Add the steps of every phase; the warm start, probes and calibration of the balance take seconds."""

@@ -28,7 +28,7 @@ from focus_exp.training.phases import tokens_per_step
 GIB = 2**30
 USABLE = 0.9  # fraction of the GPU's memory for tensors; CUDA context, workspaces and fragmentation take the rest
 MOST_GPUS = 1024
-BYTES = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "held")
+BYTES = ("weights", "gradients", "optimizer", "activations", "logits", "held")
 # bytes of a 16-bit weight after quantization; nf4 adds a float32 scale for 64 weights
 QUANTIZED = {"none": 2.0, "int8": 1.0, "nf4": (4 + 32 / 64) / 8}
 # GPU -> memory [GiB], dense bfloat16 and float32 [FLOP/s], from NVIDIA's data sheets (SXM where there is a choice)
@@ -67,7 +67,6 @@ class Plan:
     optimizer: float
     activations: float
     logits: float
-    cache: float  # bytes of the KV cache of an evaluation batch, which is not held while training
     tokens: int
     flops: float
     hours: float
@@ -142,12 +141,10 @@ def plan_on(name: str, config: Config, sizes: Sizes, strategy: str, gpus: int) -
     soft = config.has_router and any(phase.trainable != "lora" for phase in phases)
     activations = activation_bytes(sizes, length, trains_base, soft, saving) if phases else 0.0
     casts = 2.0 * sizes.linear if trains_base and trainer.precision != "float32" else 0.0  # bfloat16, by autocast
-    positions = config.eval.seq_len * config.eval.batch_size
     return Plan(
         run=name, strategy=strategy, gpus=gpus, parameters=sizes.parameters, trainable=sizes.trainable,
         weights=weights, gradients=gradients, optimizer=optimizer, activations=micro * activations + casts,
         logits=micro * length * sizes.vocab * (12.0 if phases else 6.0),  # bfloat16, float32 and their gradients
-        cache=2.0 * sizes.layers * sizes.shape.kv_heads * sizes.shape.head_dim * stored * positions,
         tokens=tokens, flops=flops, hours=flops / (gpus * peak * config.plan.utilization) / 3600,
     )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,12 +89,6 @@ def prepare(run: Run) -> Setup:
     tokens = {name: len(getattr(corpus, name)) for name in SPLITS}
     detail = ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items())
     run.describe("data", corpus.provenance, detail, tokens=tokens)
-    revision = config.data.revision
-    if corpus.provenance.source == "hub" and not re.fullmatch("[0-9a-f]{40}", revision or ""):
-        run.warn(
-            f"data.revision should be a commit of {corpus.provenance.requested} (got {revision}), such as "
-            f"{corpus.provenance.revision}"
-        )
     run.save()
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test

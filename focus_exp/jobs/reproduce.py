@@ -14,7 +14,6 @@ from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.compose import compose_overrides, compose_variant, shared_overrides, variant_name
 from focus_exp.jobs.report import report
-from focus_exp.jobs.run import format_seconds
 from focus_exp.results.run_dir import run_folder
 
 TABLE_REFERENCE = re.compile(r"(?<!\w)@(\w+)(?:\.(\w+))?")  # @table or @table.variant, but not perplexity@1024
@@ -40,8 +39,8 @@ def reproduce(config: Config) -> None:
             raise Interrupted(abs(code) % 128, f"in table {name}")
         if code:
             failed.append(name)
-        seconds = time.perf_counter() - start
-        print(f"[{number}/{len(tables)}] {name}: {'failed' if code else 'done'} in {format_seconds(seconds)}")
+        minutes = (time.perf_counter() - start) / 60
+        print(f"[{number}/{len(tables)}] {name}: {'failed' if code else 'done'} in {minutes:.1f} minutes")
     report(config)
     if failed:
         raise UserError(f"tables failed: {', '.join(failed)} ({len(failed)} of {len(tables)}). Re-run to resume.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import time
@@ -222,7 +221,3 @@ def headline(config: Config) -> str:
     phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in config.phases)
     work = f"adapter {config.adapter}" if config.adapter else phases or "no training"
     return f"{start} on {name_data(config)}, seed {config.seed}: {work}"
-
-
-def format_seconds(seconds: float) -> str:
-    return f"{math.floor(seconds / 60)} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"

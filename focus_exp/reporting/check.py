@@ -55,14 +55,12 @@ def find_inconsistent_run(folder: Path) -> list[str]:
         return find_inconsistent(record.measurements, read_losses(folder / LOSSES))
     again = replace(record, path=None)
     compare_variants(again, folder, record.config.get("references", []))
-    stored, made = (
-        {(m.variant, m.reference): m for m in each_record.measurements if m.metric == "nll_change"}
-        for each_record in (record, again)
-    )
+    made = {(m.variant, m.reference): m for m in again.measurements}
+    changes = [m for m in record.measurements if m.metric == "nll_change"]
     return [
-        f"{variant} against {reference}"
-        for (variant, reference), change in stored.items()
-        if not is_same_change(change, made.get((variant, reference)))
+        f"{m.variant} against {m.reference}"
+        for m in changes
+        if not is_same_change(m, made.get((m.variant, m.reference)))
     ]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from pathlib import Path
 
 from focus_exp.results.losses import LOSSES, TEXT, Losses, read_losses
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import RECORD, Record, VariantRun
-
-Scored = dict[str, tuple[Losses, str, Hashable]]  # variant -> losses, the name in them, what was scored
 
 
 def variant_folder(folder: Path, variant: VariantRun) -> Path:
@@ -29,11 +27,12 @@ def load_variant(folder: Path, variant: VariantRun) -> Record | None:
 
 
 def compare_variants(record: Record, folder: Path, references: list[str]) -> None:
-    """Append the paired changes between the variants of a comparison.
+    """Append each variant's paired changes from the first one on the same text and from `references`.
 
     Model and data are those of the first variant that scored its base.
     """
-    scored: Scored = {}
+    scored: dict[str, tuple[Losses, str, Hashable]] = {}  # losses, the variant's name in them, what was scored
+    first: dict[Hashable, str] = {}
     for variant in record.variants:
         run = load_variant(folder, variant)
         if run is None:
@@ -43,23 +42,18 @@ def compare_variants(record: Record, folder: Path, references: list[str]) -> Non
         losses = read_losses(variant_folder(folder, variant) / LOSSES).get(TEXT)
         if losses is not None and run.primary_variant in losses.nll:
             scored[variant.name] = losses, run.primary_variant, _scored_tokens(run)
-    record.measurements += paired_changes(scored, references)
-
-
-def paired_changes(scored: Scored, references: list[str]) -> Iterator[Measurement]:
-    """Yield each variant's change from the first comparable one and `references`."""
-    first: dict[Hashable, str] = {}
-    for name, (_, _, tokens) in scored.items():
-        first.setdefault(tokens, name)
+            first.setdefault(_scored_tokens(run), variant.name)
     for reference in dict.fromkeys([*first.values(), *(name for name in references if name in scored)]):
         other, other_name, tokens = scored[reference]
         for name, (losses, own_name, own_tokens) in scored.items():
             if name != reference and own_tokens == tokens and losses.units == other.units:
                 change = losses.difference(own_name, other, other_name)
                 low, high = change.bounds
-                yield Measurement(
-                    variant=name, reference=reference, metric="nll_change", value=change.value, low=low, high=high,
-                    unit="nats", n=losses.unit_count, settings={"dof": change.freedom},
+                record.measurements.append(
+                    Measurement(
+                        variant=name, reference=reference, metric="nll_change", value=change.value, low=low, high=high,
+                        unit="nats", n=losses.unit_count, settings={"dof": change.freedom},
+                    )
                 )  # fmt: skip
 
 
