@@ -175,7 +175,7 @@ class Clock:
         kernels = [name for name in every if name.startswith("sdpa-cudnn" if is_long else "sdpa")] if is_gpu else every
         works: dict[str, Work] = {}
         for kernel in kernels:
-            if kernel in ("sdpa-efficient", "sdpa-math"):
+            if kernel == "sdpa-efficient":
                 continue
             with suppress(RuntimeError):  # it does not take these tensors
                 every[kernel]()

@@ -23,7 +23,7 @@ from focus_exp.speed.model import (
     time_prefill,
 )
 from focus_exp.speed.timing import begin_peak_memory, peak_memory, time_in_turns
-from focus_exp.speed.workload import Shape, Tensors, balanced, density, full_attention_kernels
+from focus_exp.speed.workload import Shape, Tensors, balanced, full_attention_kernels
 from focus_exp.training.precision import Precision
 
 CPU = torch.device("cpu")
@@ -59,10 +59,9 @@ def test_balanced_groups_are_even_and_their_pairs_counted(length, groups, top_k,
     selection = balanced(groups, length, top_k, rule).select(length, CPU)
     sizes = balanced(groups, length).select(length, CPU).key_groups[0].sum(0)
     assert sizes.max() - sizes.min() <= 1
-    valid = torch.ones(1, length, dtype=torch.bool)  # counted pair by pair
-    counts = count_pairs(selection, replace(Sequence.plain(1, length), valid=valid), 8, 2)
-    kept = counts.total - counts.distant + counts.distant_kept
-    assert density(selection, length, 8, 2) == pytest.approx(kept / counts.total)
+    plain = Sequence.plain(1, length)
+    by_pair = count_pairs(selection, replace(plain, valid=torch.ones(1, length, dtype=torch.bool)), 8, 2)
+    assert count_pairs(selection, plain, 8, 2) == by_pair
 
 
 def test_groups_repeat_beyond_their_scores():

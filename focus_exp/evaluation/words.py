@@ -90,16 +90,9 @@ def read_passage(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> Passa
         place += len(piece)
         if not piece.strip():
             classes.append("space" if piece else "inside a word")
-            words.append(format_piece(piece))
+            words.append(piece)
             continue
         word = text_words[bisect_right(begins, first) - 1]
         classes.append(word.kind if first == word.begin else "inside a word")
         words.append(word.text)
     return Passage(classes, words)
-
-
-def format_piece(piece: str) -> str:
-    """Return a token as tables show it: without outer spaces, or visible spaces."""
-    if not piece:
-        return "(part of a character)"
-    return piece.strip() or repr(piece)[1:-1].replace(" ", "␣")

@@ -146,16 +146,15 @@ def train_base(config: Config) -> ModelConfig:
         return config.model
     base = compose_base(config)
     folder = run_folder(base)
-    if finished_record(base) is None:
-        with file_lock(folder.with_name(f".{folder.name}.making"), str(folder), wait=True):
-            if finished_record(base) is None:
-                print(f"training {config.model.name} first: {' '.join(config.model.base_run)}")
-                command = [sys.executable, "-m", "focus_exp", *base_overrides(config)]
-                if code := subprocess.run(command).returncode:
-                    raise UserError(
-                        f"training model={config.model.name} failed with exit code {code}, for the reason above. Or "
-                        "type model.path=<other weights>."
-                    )
+    with file_lock(folder.with_name(f".{folder.name}.making"), str(folder), wait=True):
+        if finished_record(base) is None:
+            print(f"training {config.model.name} first: {' '.join(config.model.base_run)}")
+            command = [sys.executable, "-m", "focus_exp", *base_overrides(config)]
+            if code := subprocess.run(command).returncode:
+                raise UserError(
+                    f"training model={config.model.name} failed with exit code {code}, for the reason above. Or type "
+                    "model.path=<other weights>."
+                )
     return replace(config.model, path=str(folder / "model"))
 
 

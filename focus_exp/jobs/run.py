@@ -30,13 +30,7 @@ from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
-from focus_exp.results.run_dir import (
-    earlier_record,
-    lock_of,
-    name_data,
-    name_model,
-    run_folder,
-)
+from focus_exp.results.run_dir import earlier_record, lock_of, run_folder
 from focus_exp.speed.timing import begin_peak_memory, device_name, peak_memory
 from focus_exp.storage import file_lock, remove_stale_temp, replace_file
 from focus_exp.training.distributed import is_main, strategy_name
@@ -111,8 +105,7 @@ class Run:
 def open_run(config: Config) -> Iterator[Run]:
     """Open a new or resumed run and lock its folder."""
     with lock_run_dir(config), record_run(config) as run:
-        print(f"{headline(config)}; {run.record.device}")
-        print(f"run folder: {run.folder}")
+        print(f"run folder: {run.folder}\ndevice: {run.record.device}")
         yield run
 
 
@@ -211,13 +204,3 @@ def make_loggers(config: Config, folder: Path) -> list[WandbLogger]:
             ) from error
         live = wandb.init(mode="offline", **options)
     return [WandbLogger(experiment=live)]
-
-
-def headline(config: Config) -> str:
-    """Return one line on what is about to run."""
-    name = f"{config.experiment}, {config.variant}" if config.variant else config.experiment
-    start = f"{config.job} {name}: {config.recipe.name} of {name_model(config)} with {config.attention.name}"
-    tokens = config.trainer.batch_size * config.trainer.accumulate * config.data.seq_len
-    phases = ", then ".join(f"{p.steps} steps of {tokens:,} tokens ({p.trainable})" for _, p in config.phases)
-    work = f"adapter {config.adapter}" if config.adapter else phases or "no training"
-    return f"{start} on {name_data(config)}, seed {config.seed}: {work}"

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod
-from focus_exp.attention.focus import Focus
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
@@ -137,49 +136,47 @@ class SpeedBenchmark:
         return groupings
 
     @cached_property
-    def router_scores(self) -> Tensor:
-        """Return the assignment (1, n, K) of held-out tokens by the layer whose groups are of median evenness.
-
-        Groups of a token depend on its own hidden state, so sequences of the evaluation's length are concatenated.
-        """
-        assignments: dict[int, list[Tensor]] = {}
-
-        def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
-            if isinstance(method, Focus) and selection.assignment is not None:
-                assignments.setdefault(layer, []).append(selection.assignment[0].cpu())
-
-        with observe_selections(self.model, observe):
-            self.read_held_out("groups of held-out text", self.settings.routed_tokens)
-        scores = {layer: torch.cat(parts) for layer, parts in assignments.items()}
-        # the work of same-group attention is proportional to the sum of squared fractions
-        work = {
-            i: float((s.argmax(-1).bincount(minlength=s.shape[-1]) / len(s)).square().sum()) for i, s in scores.items()
-        }
-        layer = sorted(work, key=lambda i: work[i])[len(work) // 2]
-        print(f"trained groups: layer {layer}, of median evenness, on {len(scores[layer]):,} held-out tokens")
-        return scores[layer][None]
-
-    @cached_property
-    def fitted_layer(self) -> tuple[AttentionMethod, Tensor]:
-        """Return the layer of median density, and its hidden states `(1, n, E)` on held-out tokens."""
+    def timed_layer(self) -> int:
+        """Return the layer of median density on a sequence of held-out text."""
         densities: dict[int, float] = {}
-        hidden: list[Tensor] = []
 
         def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
             densities[layer] = method.count_pairs(selection, sequence).density
+
+        with observe_selections(self.model, observe):
+            self.read_held_out("density of the layers", 1)
+        layer = sorted(densities, key=lambda i: densities[i])[len(densities) // 2]
+        print(f"timed layer: {layer}, of median density")
+        return layer
+
+    @cached_property
+    def router_scores(self) -> Tensor:
+        """Return the assignment (1, n, K) of held-out tokens by the timed layer.
+
+        Groups of a token depend on its own hidden state, so sequences of the evaluation's length are concatenated.
+        """
+        timed, scores = self.timed_layer, list[Tensor]()
+
+        def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
+            if layer == timed and selection.assignment is not None:
+                scores.append(selection.assignment.cpu())
+
+        with observe_selections(self.model, observe):
+            self.read_held_out("groups of held-out text", self.settings.routed_tokens)
+        return torch.cat(scores, 1)
+
+    @cached_property
+    def fitted_layer(self) -> tuple[AttentionMethod, Tensor]:
+        """Return the timed layer, and its hidden states `(1, n, E)` on held-out tokens."""
+        method, hidden = attached_methods(self.model)[self.timed_layer], list[Tensor]()
 
         def record(method: AttentionMethod, args: tuple[Any, ...]) -> None:
             if args[0] == "route":
                 hidden.append(args[1].cpu())
 
-        with observe_selections(self.model, observe):
-            self.read_held_out("density of the layers", 1)
-        layer = sorted(densities, key=lambda i: densities[i])[len(densities) // 2]
-        method = attached_methods(self.model)[layer]
         handle = method.register_forward_pre_hook(record)
         self.read_held_out("hidden states of held-out text", self.settings.routed_tokens)
         handle.remove()
-        print(f"fitted layer: {layer}, of median density")
         return method, torch.cat(hidden, 1)
 
     def read_held_out(self, description: str, tokens: int) -> None:

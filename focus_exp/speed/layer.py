@@ -22,7 +22,6 @@ from focus_exp.speed.workload import (
     Groups,
     Shape,
     Tensors,
-    density,
     full_attention,
     full_attention_kernels,
     run_full_step,
@@ -126,7 +125,7 @@ def time_attention(layer: Layer, length: int, groupings: list[Groups], backward:
         seconds = time_in_turns(works, repeats, layer.device)
         full_peak, *peaks = measure_peaks(layer, length, groupings, name, backward)
     for number, case in enumerate(cases):
-        kept = density(case.selection, length, layer.window, layer.sinks)
+        kept = case.method.count_pairs(case.selection, case.sequence).density
         for clock in clocks:
             theirs, ours = (full_peak, peaks[number]) if clock != "kernels" else (None, None)
             settings = {

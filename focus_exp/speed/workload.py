@@ -16,10 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from focus_exp.attention.dense import repeat_kv
 from focus_exp.attention.kernels import cpu_sparse
 from focus_exp.attention.kernels.gpu_sparse import import_error
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, count_unpadded_pairs, select
+from focus_exp.attention.selection import AttentionArgs, Selection, select
 from focus_exp.speed.timing import Work, time_once
-
-SLOWEST = "sdpa-math"
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,6 @@ def balanced(groups: int, length: int, top_k: int = 1, pair_rule: str = "query_t
     return Groups("balanced", others + F.one_hot(first, groups), top_k, pair_rule)
 
 
-def density(selection: Selection, length: int, window: int, sinks: int) -> float:
-    """Return the fraction of the causal pairs that hard routing keeps."""
-    assert selection.query_groups is not None
-    plain = Sequence.plain(1, length, selection.query_groups.device)
-    return count_unpadded_pairs(selection, plain, window, sinks).density
-
-
 def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
     """Return the name and call of the fastest causal full attention, with a backward where q requires gradients.
 
@@ -108,22 +99,15 @@ def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
         RuntimeError: there is none for these tensors.
     """
     works = full_attention_kernels(tensors)
-    for is_last in (False, True):
-        candidates = {name: work for name, work in works.items() if (name == SLOWEST) == is_last}
-        if seconds := time_supported(candidates, tensors, device):
-            best = min(seconds, key=lambda name: seconds[name])
-            return best, works[best]
-    raise RuntimeError(f"no full attention for {tensors.q.dtype} on {device}")
-
-
-def time_supported(works: dict[str, Work], tensors: Tensors, device: torch.device) -> dict[str, float]:
-    """Return the least seconds of two calls of each kernel that supports these tensors; the first call loads it."""
     seconds = {}
     for name, work in works.items():
         timed = partial(run_full_step, work, tensors) if tensors.q.requires_grad else work
-        with suppress(RuntimeError), torch.set_grad_enabled(tensors.q.requires_grad):
-            seconds[name] = min(time_once(timed, device) for _ in range(2))
-    return seconds
+        with suppress(RuntimeError), torch.set_grad_enabled(tensors.q.requires_grad):  # it does not take these tensors
+            seconds[name] = min(time_once(timed, device) for _ in range(2))  # the first call loads it
+    if not seconds:
+        raise RuntimeError(f"no full attention for {tensors.q.dtype} on {device}")
+    best = min(seconds, key=lambda name: seconds[name])
+    return best, works[best]
 
 
 def run_full_step(forward: Work, tensors: Tensors) -> None:
@@ -134,7 +118,7 @@ def run_full_step(forward: Work, tensors: Tensors) -> None:
 
 
 def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
-    """Return the kernels of the device by name; on CUDA `SLOWEST` materializes all scores."""
+    """Return the kernels of the device by name."""
     q, k, v = tensors.q, tensors.k, tensors.v
     grouped = q.shape[1] != k.shape[1]
 
@@ -159,7 +143,6 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
             "sdpa-flash": partial(fused, SDPBackend.FLASH_ATTENTION),
             "sdpa-cudnn": partial(fused, SDPBackend.CUDNN_ATTENTION),
             "sdpa-efficient": efficient,
-            SLOWEST: partial(fused, SDPBackend.MATH),
         }
         return works if import_error("flash_attn") else works | {"flash-attn": flash_attn}
     args = AttentionArgs(q.shape[-1] ** -0.5)
