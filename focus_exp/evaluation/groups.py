@@ -122,7 +122,8 @@ class GroupAnalysis:
             raise UserError(
                 f"attention.groups_per_layer must leave a layer with groups (got {budget}). Raise it in one layer."
             )
-        base = self.observe_base()
+        with disable_method(self.model):
+            base = self.observe("full attention")
         middle = len(self.indices) // 2
         tokens = self.sequences[middle][: settings.passage_tokens]
         passage = self.describe_passage(tokens, self.passages[middle].words)
@@ -192,10 +193,6 @@ class GroupAnalysis:
         with self.precision.context(), observe_selections(self.model, describe):
             self.model(input_ids=tokens[None].to(self.model.device), use_cache=False, logits_to_keep=1)
         return measured
-
-    def observe_base(self) -> Observation:
-        with disable_method(self.model):
-            return self.observe("full attention")
 
     def observe_untrained(self) -> Observation:
         """Observe a fresh router of another seed, balanced on the same text."""

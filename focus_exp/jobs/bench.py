@@ -26,13 +26,11 @@ def bench(config: Config) -> None:
     if not config.has_router:
         check_fitted(config)
     methods = compose_methods(config)
-    recorded = {"methods": {name: {"method": method, **options} for name, (method, options) in methods.items()}}
     if print_finished(config):
         return
     with open_run(config) as run:
         if config.has_router and settings.dtype == "bf16" and not has_native_bf16(run.precision.device):
             run.warn("bench.dtype should be float32 (got bf16): this CPU emulates bfloat16, which distorts layer times")
-        run.record.method = dict(recorded) if methods else {}  # also of an interrupted run
         setup = prepare(run)
         model = setup.model
         max_length = max([config.eval.seq_len, *settings.prefill_lengths])
@@ -40,7 +38,7 @@ def bench(config: Config) -> None:
         if settings.quality:
             setup.measure_base()
         is_trained = load_or_fit_router(run, setup)
-        run.record.method |= recorded if methods else {}
+        run.record.method |= {"methods": methods} if methods else {}
         if config.has_router:
             set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
         elif config.dual:
@@ -49,8 +47,6 @@ def bench(config: Config) -> None:
         benchmark = SpeedBenchmark(config, model, sequences, run.precision, is_trained, methods)
         for measurement in benchmark.run():
             run.record.measurements.append(measurement)
-            if measurement.metric == "speedup":
-                run.save()
         if settings.quality:
             setup.measure_attached()
             setup.write(run)
@@ -74,5 +70,5 @@ def compose_methods(config: Config) -> Methods:
         attention = compose_overrides(command_overrides(), chosen, changes_method=True).attention
         if attention.method in ("full", "focus"):
             raise UserError(f"bench.methods must not contain {name}: full attention and Focus are always timed.")
-        methods[name] = (attention.method, get_method_options(attention))
+        methods[name] = {"method": attention.method, **get_method_options(attention)}
     return methods

@@ -36,21 +36,16 @@ def compare(config: Config) -> None:
             raise UserError(f"variant {config.variant} failed: {errors[config.variant]}")
         return
     with lock_run_dir(config):
-        run_comparison(config, configs)
-
-
-def run_comparison(config: Config, configs: dict[str, Config]) -> None:
-    shared = compose_variant(config, None, command_overrides())
-    errors = run_variants(configs)
-    with record_run(config) as run:
-        run.record.config = asdict(
-            replace(shared, job="compare", variants=config.variants, references=config.references)
-        )
-        run.record.variants = [
-            describe_variant(name, variant, variant_settings(config, name), errors.get(name))
-            for name, variant in configs.items()
-        ]
-        compare_variants(run.record, run.folder, config.references)
+        shared = compose_variant(config, None, command_overrides())
+        errors = run_variants(configs)
+        with record_run(config) as run:
+            recorded = replace(shared, job="compare", variants=config.variants, references=config.references)
+            run.record.config = asdict(recorded)
+            run.record.variants = [
+                describe_variant(name, variant, variant_settings(config, name), errors.get(name))
+                for name, variant in configs.items()
+            ]
+            compare_variants(run.record, run.folder, config.references)
 
 
 def run_variants(configs: dict[str, Config]) -> dict[str, str]:

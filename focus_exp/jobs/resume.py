@@ -81,8 +81,7 @@ def resume_record(record: Record, earlier: Record, folder: Path) -> list[str]:
     record.wall_seconds, record.train_seconds = earlier.wall_seconds, earlier.train_seconds
     record.peak_memory_bytes = earlier.peak_memory_bytes
     record.warnings = list(dict.fromkeys([*earlier.warnings, *record.warnings]))
-    kept = [part for part in PARTS if (folder / part).exists()]
-    if not kept:
+    if not any((folder / part).exists() for part in PARTS):
         return []
     origins = {
         "commit": (earlier.commit, record.commit),

@@ -28,8 +28,7 @@ from focus_exp.training.precision import Precision
 CPU_LENGTHS = tuple(1024 * 2**n for n in range(7))  # 1K to 64K
 GPU_LENGTHS = (*CPU_LENGTHS, 256 * 1024, 1024 * 1024)
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
-PREFILL_REPEATS = 2
-DECODE_REPEATS = 3
+MODEL_REPEATS = 2  # of the whole model at most
 
 Task = tuple[str, int, Callable[[int], Iterable[Measurement]]]  # clock, tokens, what measures it
 
@@ -80,10 +79,9 @@ class SpeedBenchmark:
         tasks: list[Task] = [("attention", n, self.time_layer) for n in lengths]
         tasks += [("attention step", n, partial(self.time_layer, backward=True)) for n in settings.step_lengths]
         if self.is_trained:
-            prefill = partial(self.time_model, time_prefill, PREFILL_REPEATS)
-            tasks += [("prefill", n, prefill) for n in settings.prefill_lengths]
+            tasks += [("prefill", n, partial(self.time_model, time_prefill)) for n in settings.prefill_lengths]
             positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-            decode = partial(self.time_model, time_decode_model, DECODE_REPEATS)
+            decode = partial(self.time_model, time_decode_model)
             tasks += [("decode model", n, decode) for n in settings.decode_lengths if n <= positions]
         elif settings.prefill_lengths or settings.decode_lengths:
             print("no trained router, so the whole model is not timed; give adapter= or train one")
@@ -96,19 +94,16 @@ class SpeedBenchmark:
         method, hidden = self.fitted_layer
         return time_methods(self.layer, length, {self.config.attention.name: lambda: method}, hidden)
 
-    def time_model(
-        self, measure: Callable[..., Iterable[Measurement]], most: int, length: int
-    ) -> Iterable[Measurement]:
-        """Time the whole model on `length` tokens, with at most so many repeats."""
+    def time_model(self, measure: Callable[..., Iterable[Measurement]], length: int) -> Iterable[Measurement]:
+        """Time the whole model on `length` tokens."""
         name = "focus" if self.config.has_router else self.config.attention.name
         settings = describe_router(self.model) if self.config.has_router else {"method": name}
-        repeats = min(most, self.settings.repeats)
+        repeats = min(MODEL_REPEATS, self.settings.repeats)
         return measure(self.model, self.tokens(length), self.precision, repeats, name, **settings)
 
     def time_methods(self, length: int) -> Iterable[Measurement]:
         """Time a layer of each of `methods`."""
-        methods = self.methods.items()
-        builders = {name: partial(build_method, self.layer, method, **options) for name, (method, options) in methods}
+        builders = {name: partial(build_method, self.layer, **chosen) for name, chosen in self.methods.items()}
         return time_methods(self.layer, length, builders)
 
     def measure(

@@ -30,7 +30,7 @@ from focus_exp.speed.workload import (
 ROUND_SECONDS = 20.0  # total of a case: slower calls are repeated less often
 MIN_REPEATS = 3
 
-Methods = dict[str, tuple[str, dict[str, Any]]]  # name -> method in the registry and its options
+Methods = dict[str, dict[str, Any]]  # name -> method in the registry and its options
 
 
 @dataclass(frozen=True)
