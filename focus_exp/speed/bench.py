@@ -20,7 +20,7 @@ from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.speed.layer import Layer, Methods, build_method, time_attention, time_methods
-from focus_exp.speed.model import describe_router, model_shape, time_decode_model, time_prefill
+from focus_exp.speed.model import model_shape, time_decode_model, time_prefill
 from focus_exp.speed.timing import compare_times
 from focus_exp.speed.workload import Groups, balanced
 from focus_exp.training.precision import Precision
@@ -96,8 +96,7 @@ class SpeedBenchmark:
 
     def time_model(self, measure: Callable[..., Iterable[Measurement]], length: int) -> Iterable[Measurement]:
         """Time the whole model on `length` tokens."""
-        name = "focus" if self.config.has_router else self.config.attention.name
-        settings = describe_router(self.model) if self.config.has_router else {"method": name}
+        name, settings = self.case
         repeats = min(MODEL_REPEATS, self.settings.repeats)
         return measure(self.model, self.tokens(length), self.precision, repeats, name, **settings)
 
@@ -114,12 +113,18 @@ class SpeedBenchmark:
             return list(measure(length))
         except (RuntimeError, torch.OutOfMemoryError) as error:
             settings = {"clock": clock, "seq_len": length, "error": f"{type(error).__name__}: {first_line(error)}"}
+        name, case = self.case
+        return compare_times(name, {}, {}, case | settings)
+
+    @property
+    def case(self) -> tuple[str, dict[str, Any]]:
+        """Return name and settings of the attached method."""
         if not self.config.has_router:
             name = self.config.attention.name
-            return compare_times(name, {}, {}, settings | {"method": name})
-        focus = self.config.focus
-        settings |= {"groups": focus.groups, "assignment": "balanced", "top_k": 1}
-        return compare_times("focus", {}, {}, settings | {"pair_rule": focus.pair_rule, "window": focus.window})
+            return name, {"method": name}
+        assignment = "trained" if self.is_trained else "balanced"
+        router = {key: getattr(self.config.focus, key) for key in ("groups", "top_k", "pair_rule", "window")}
+        return "focus", router | {"assignment": assignment}
 
     def groupings(self, length: int) -> list[Groups]:
         """Return balanced groups of every K and those of the router, each at every top_k."""

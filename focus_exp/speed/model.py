@@ -20,7 +20,6 @@ from focus_exp.models.hf_cache import count_keys_and_bytes
 from focus_exp.models.methods import (
     attached_methods,
     disable_method,
-    find_routers,
     observe_selections,
     swap_methods,
 )
@@ -142,13 +141,6 @@ def describe_pass(model: PreTrainedModel, tokens: Tensor, precision: Precision) 
         prefill(model, tokens, precision)
     path = ", ".join(sorted({m.path or "" for m in attached_methods(model).values()}))
     return path, mean(pairs.density for pairs in counts)
-
-
-def describe_router(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the settings of the attached Focus router."""
-    method = next(iter(find_routers(model).values()))
-    settings = {name: getattr(method, name) for name in ("groups", "top_k", "pair_rule", "window")}
-    return settings | {"assignment": "trained"}
 
 
 def describe_model(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
