@@ -32,6 +32,5 @@ def generate(config: Config) -> None:
             run.record.continuations.append(asdict(row))
             run.record.measurements += row.measurements()
             run.save()
-            speed = f", {row.tokens / row.seconds:.1f} tokens/s" if row.seconds else ""
-            result = f"failed: {row.error}" if row.error else f"{row.base_nll:.3f} nats per token under the base{speed}"
+            result = f"failed: {row.error}" if row.error else f"{row.base_nll:.3f} nats per token under the base"
             print(f"prompt {row.prompt}, {row.variant:<28} {result}")
