@@ -8,7 +8,6 @@ from hydra import initialize_config_dir
 from running import fitting, run, tiny
 
 from focus_exp.config import conf_dir
-from focus_exp.jobs import prepare as prepare_module
 from focus_exp.jobs.compose import compose_base
 from focus_exp.results.record import Record
 
@@ -68,16 +67,3 @@ def test_base_that_cannot_be_trained_is_refused(tmp_path):
     result = measure(tmp_path, [*base(tmp_path), "data.files=nowhere"], apart=True)
     assert result.code == 2
     assert "model.path=" in result.err
-
-
-def test_base_trained_meanwhile_by_another_run_is_used(tmp_path, monkeypatch):
-    assert run(*base(tmp_path), f"runs_dir={tmp_path / 'runs'}", f"cache_dir={tmp_path / 'cache'}").code == 0
-    looks, finished_record = [], prepare_module.finished_record
-
-    def look(config):  # finished by another process while this one waits
-        looks.append(config)
-        return finished_record(config) if len(looks) > 1 else None
-
-    monkeypatch.setattr(prepare_module, "finished_record", look)
-    result = measure(tmp_path, base(tmp_path))
-    assert result.code == 0 and len(looks) == 2 and " first: " not in result.out

@@ -95,7 +95,7 @@ class Record:
         """Return the variant that represents the run: configured routing, method or trained weights; "" without one."""
         attention = self.config.get("attention") or {}
         method, top_k = attention.get("method", "full"), attention.get("top_k")
-        ranked = {}
+        ranked: dict[int, str] = {}
         for m in self.measurements:
             s = m.settings
             if m.metric != "perplexity" or s.get("phase"):
