@@ -109,9 +109,10 @@ def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
     for row, change in zip(rows, changes, strict=True):
         causal, at = row["causal"] is not False, (row["ours_speed"], min(change, edge))
         ax.plot(*at, "o", color=COLORS[0] if causal else COLORS[1], markersize=7)
-        name = row["variant"].replace("_", " ") + (f" ({change:+,.0f} %)" if change > edge else "")
-        name += "" if causal else "\n(non-causal)"
-        ax.annotate(name, at, (7, 5), textcoords="offset points", fontsize=9)
+        is_top_k = row["method"].startswith("focus, k")
+        name = row["method"].removeprefix("focus, ") if is_top_k else row["variant"].replace("_", " ")
+        name += (f" ({change:+,.0f} %)" if change > edge else "") + ("" if causal else "\n(non-causal)")
+        ax.annotate(name, at, (7, -12 if is_top_k else 5), textcoords="offset points", fontsize=9)
     base = paper_rows("figure1")[0]["ppl"]
     printed = [(row["speed"], 100 * (row["ppl"] / base - 1)) for row in paper_rows("figure1") if row["speed"]]
     ax.plot(*zip(*printed, strict=True), "s", color="0.35", markerfacecolor="none", markersize=10, label="paper")
@@ -149,8 +150,9 @@ def speed_by_length(table: pd.DataFrame) -> Figure | None:
                     label=f"K = {groups}, paper (H100)")  # fmt: skip
         ax.axhline(1, color="black", linewidth=1)
         ax.set(title=str(rows.device.iloc[0]), xlabel="tokens", yscale="log")
-        ax.set_xscale("log", base=4)
+        ax.set_xscale("log", base=16)
         ax.xaxis.set_major_formatter("{x:,.0f}")
+        ax.xaxis.set_minor_locator(NullLocator())
         set_ticks(ax.yaxis)
     axes.flat[0].set(ylabel="speedup (above 1: faster)")
     add_legend(figure, axes.flat[0])

@@ -27,7 +27,7 @@ from focus_exp.reporting.format import (
     to_percent,
 )
 from focus_exp.reporting.load import Results, read_yaml
-from focus_exp.reporting.paper_tables import Column, Spec, paper_tables
+from focus_exp.reporting.paper_tables import Column, Spec, paper_rows, paper_tables
 from focus_exp.storage import replace_file
 
 REPORT = "report"
@@ -159,7 +159,7 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
         shown["device"] = [row["device"] for row in rows]
     for column in spec.columns:
         heads = [f"{column.label}, paper", f"{column.label}, ours"] if column.is_measured else [column.label]
-        shown[heads[0]] = [_paper_text(row[f"paper_{column.key}"], column) for row in rows]
+        shown[heads[0]] = [_paper_text(row[f"paper_{column.key}"], column, spec.name) for row in rows]
         if column.is_measured:
             shown[heads[1]] = [_ours_text(row, column) for row in rows]
     if any(row["sparsity"] for row in rows):
@@ -172,12 +172,16 @@ def _key_text(cell: Any) -> str:
     return ABSENT if pd.isna(cell) else f"{cell:g}" if isinstance(cell, float) else str(cell)
 
 
-def _paper_text(cell: Any, column: Column) -> str:
+def _paper_text(cell: Any, column: Column, table: str) -> str:
+    """Format a printed number with as many decimals as its column has."""
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     if pd.isna(cell) or isinstance(cell, str):
         return _text(cell) or ABSENT
-    return format_interval(cell, sign=True) if column.origin else f"{cell:,.12g}"
+    if column.origin:
+        return format_interval(cell, sign=True)
+    printed = (repr(row[column.name]).partition(".")[2].removesuffix("0") for row in paper_rows(table))
+    return f"{cell:,.{max(map(len, printed))}f}"
 
 
 def _ours_text(row: dict[str, Any], column: Column) -> str:
