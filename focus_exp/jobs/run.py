@@ -30,7 +30,7 @@ from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
-from focus_exp.results.run_dir import earlier_record, lock_of, run_folder
+from focus_exp.results.run_dir import earlier_record, lock_of, name_data, name_model, run_folder
 from focus_exp.speed.timing import begin_peak_memory, device_name, peak_memory
 from focus_exp.storage import file_lock, remove_stale_temp, replace_file
 from focus_exp.training.distributed import is_main, strategy_name
@@ -105,8 +105,16 @@ class Run:
 def open_run(config: Config) -> Iterator[Run]:
     """Open a new or resumed run and lock its folder."""
     with lock_run_dir(config), record_run(config) as run:
-        print(f"run folder: {run.folder}\ndevice: {run.record.device}")
+        print(f"{describe_work(config)}; {run.record.device}\nrun folder: {run.folder}")
         yield run
+
+
+def describe_work(config: Config) -> str:
+    """Return one line on what is about to run."""
+    phases = ", then ".join(f"{phase.steps} steps ({phase.trainable})" for _, phase in config.phases)
+    work = f"adapter {config.adapter}" if config.adapter else phases or "no training"
+    what = f"{config.recipe.name} of {name_model(config)} with {config.attention.name} on {name_data(config)}"
+    return f"{config.job} {config.experiment}: {what}, seed {config.seed}: {work}"
 
 
 def lock_run_dir(config: Config) -> AbstractContextManager[None]:
