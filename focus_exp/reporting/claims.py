@@ -64,11 +64,6 @@ class Claim:
         return replace(judgement, verdict=DIFFERENT_ROUTER) if self.router or not matched else judgement
 
 
-def load_claims() -> list[Claim]:
-    """Return the claims in the paper's order."""
-    return [Claim(**entry) for entry in read_yaml("claims")]
-
-
 def evaluate_claims(results: Results) -> pd.DataFrame:
     """Return the claims table: one row for each claim, with unrounded numbers.
 
@@ -79,7 +74,7 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
     `attrs["rows"]`: the measurement that decides each claim, by its id.
     """
     rows = [row for row in results.complete if row.dtype != "bfloat16" or "no native bfloat16" not in row.device]
-    judged = [_evaluate(claim, rows, results) for claim in load_claims()]
+    judged = [_evaluate(Claim(**entry), rows, results) for entry in read_yaml("claims")]
     frame = pd.DataFrame([cells for cells, _ in judged]).astype(dict.fromkeys(INTEGERS, "Int64"))
     frame.attrs["rows"] = {cells["id"]: row for cells, row in judged}
     return frame
@@ -94,6 +89,7 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
     row = judgement.row
     shown = rows if claim.pick or claim.matched else judgement.rows
     runs = list(dict.fromkeys(member.run for aggregated in shown for member in aggregated.members))
+    seconds = results.runs.total_seconds.reindex(runs) if runs else None
     required: dict[str, float | None] = {}
     if judgement.verdict == INCONCLUSIVE and row.reference is not None:
         required = required_sample(row, judgement.effect, judgement.comparisons)
@@ -108,7 +104,7 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
             for name in ("experiment", "variant", "reference", "causal", "n_units", "tokens", "steps")
         },
         **{name: required.get(name) for name in ("effect", "required_units", "required_seeds")},
-        "minutes": results.minutes(runs),
+        "minutes": None if seconds is None or seconds.isna().any() else round(float(seconds.sum()) / 60, 1),
         "runs": " ".join(runs),
     }, row
 

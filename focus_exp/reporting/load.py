@@ -67,11 +67,6 @@ class Results:
             rows.setdefault(row.run, []).append(row)
         return rows
 
-    def minutes(self, runs: Iterable[str]) -> float | None:
-        """Return the wall time of runs with their variants; None where unknown."""
-        seconds = [self.runs.total_seconds[run] for run in runs]
-        return None if not seconds or any(map(pd.isna, seconds)) else round(sum(seconds) / 60, 1)
-
 
 class Run:
     """A run's record, its provenance as `facts`, and the rows of its own measurements."""
@@ -137,9 +132,9 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
         **{f"{part}_{key}": facts.get(key) for part, facts in (("model", model), ("data", data))
            for key in ("requested", "used", "source", "fingerprint")},
         "is_model_substituted": bool(model.get("substitution")), "is_data_substituted": bool(data.get("substitution")),
-        "model_params": model.get("parameters"), "device": record.device, "device_kind": record.device_kind,
-        "attention": setting("attention", "method"), "num_groups": setting("attention", "groups"),
-        "window": setting("attention", "window"),
+        "model_params": model.get("parameters"), "device": record.device,
+        "device_kind": record.device.partition(",")[0], "attention": setting("attention", "method"),
+        "num_groups": setting("attention", "groups"), "window": setting("attention", "window"),
         "seq_len": setting("eval", "seq_len"), "is_causal": record.method.get("causal", True),
         "train_tokens": record.tokens_seen, "steps": record.steps,
         "seconds": record.wall_seconds, "warnings": "; ".join(record.warnings),
@@ -322,7 +317,7 @@ def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
     runs = sorted(runs, key=lambda run: (run.facts["is_variant"], run.record.started))
     facts, rows = [], []
     for run in runs:
-        pairs = [(variant, find_variant(run, variant, others)) for variant in run.record.variants]
+        pairs = [(variant, others.get(variant_folder(run.folder, variant))) for variant in run.record.variants]
         shared, name = {name: run.facts[name] for name in OF_RUN}, run.facts["variant"]
         total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
         seconds = None if None in total else sum(filter(None, total))
@@ -335,12 +330,6 @@ def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
             made = [row.replace(variant=name) for row in run.rows] if name else run.rows
         rows += [row.replace(**shared) for row in made]
     return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), rows)
-
-
-def find_variant(run: Run, variant: VariantRun, others: dict[Path, Run]) -> Run | None:
-    """Return a variant's own run, None if it is gone or was repeated since."""
-    other = others.get(variant_folder(run.folder, variant))
-    return other if other and other.record.started == variant.started else None
 
 
 def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:

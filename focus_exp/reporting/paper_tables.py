@@ -56,9 +56,6 @@ class Column:
         return to_percent(number) if self.origin else SCALES[self.scale](row, number)
 
 
-PERPLEXITY = Column("ppl", "PPL", {"metric": "perplexity"})
-
-
 @dataclass(frozen=True)
 class Spec:
     """A table of the paper; see paper_tables.yaml."""
@@ -154,7 +151,8 @@ class Entry:
     def behind(self, run: str) -> list[Row]:
         """Return the measurements whose sparsity the row reports."""
         columns = [c for c in self.spec.columns if c.name.startswith(("ppl", "speedup")) and not c.origin]
-        rows = [self.measurement(run, column) for column in columns or [PERPLEXITY]]
+        columns = columns or [Column("ppl", "PPL", {"metric": "perplexity"})]
+        rows = [self.measurement(run, column) for column in columns]
         unique = {(row.source, row.name, row.variant, row.phase, row.groups): row for row in rows if row}
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
 

@@ -71,7 +71,9 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     claims = content["claims"]
     counts = claims.verdict.value_counts()
     legend = [f"**{word}** ({counts[word]}): {meaning}." for word, meaning in VERDICTS.items() if word in counts]
-    parts = ["# Reproducing Focus (arXiv:2604.03260): report", setup_line(results)]
+    runs, scale = results.runs, " budget=quick: no number is meaningful." if results.is_quick else ""
+    measured = f"{len(runs)} runs, {runs.seed.nunique()} seeds, on {', '.join(runs.model.dropna().unique())}.{scale}"
+    parts = ["# Reproducing Focus (arXiv:2604.03260): report", measured]
     if results.root and (conclusions := results.root / CONCLUSIONS).exists():
         parts.append(conclusions.read_text(encoding="utf-8").strip())
     parts += [
@@ -101,13 +103,6 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def setup_line(results: Results) -> str:
-    """Return one line on what was measured."""
-    runs = results.runs
-    scale = " budget=quick: no number is meaningful." if results.is_quick else ""
-    return f"{len(runs)} runs, {runs.seed.nunique()} seeds, on {', '.join(runs.model.dropna().unique())}.{scale}"
 
 
 # --- tables as text ---

@@ -23,32 +23,12 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
-from focus_exp.reporting.load import Results, load_run, read_log, select
+from focus_exp.reporting.load import Results, load_run, read_log, read_yaml, select
 from focus_exp.reporting.paper_tables import BASE
 from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import replace_file
 
 TABLE = "table.md"
-LABELS = {  # of metrics in the tables of a run
-    "dominance": "largest group",
-    "dominance_worst": "largest group, worst layer",
-    "dominance_most": "largest group, worst step",
-    "dead_groups": "empty groups",
-    "dead_groups_worst": "empty groups, worst layer",
-    "dead_groups_most": "empty groups, worst step",
-    "assignment_entropy": "entropy [nats]",
-    "stability": "same group as before",
-    "assignment_overlap_renamed": "same group as before, renamed",
-    "layer_confidence": "confidence",
-    "class_nll": "NLL [nats]",
-    "class_nll_change": "NLL change [nats]",
-    "generated_tokens": "tokens",
-    "continuation_nll": "NLL under the base [nats]",
-    "agreeing_tokens": "tokens as the base",
-    "generation_seconds": "time [s]",
-    "keys_read": "keys read a layer",
-    "cache_bytes": "KV cache [bytes]",
-}
 
 
 def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
@@ -199,7 +179,7 @@ def pivot_table(rows: list[Row], source: str, index: list[str]) -> pd.DataFrame:
 def label_metric(name: str) -> str:
     """Return a metric, and what follows it in the column's name, in words."""
     metric, _, rest = name.partition(" ")
-    return f"{LABELS.get(metric, metric.replace('_', ' '))} {rest}".strip()
+    return f"{read_yaml('tables')['labels'].get(metric, metric.replace('_', ' '))} {rest}".strip()
 
 
 RUN_TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {

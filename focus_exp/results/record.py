@@ -118,11 +118,6 @@ class Record:
              if (m.metric, m.variant, m.reference) == cells and not m.settings.get("phase")), None
         )  # fmt: skip
 
-    @property
-    def device_kind(self) -> str:
-        """Return `cpu` of `cpu, 2 threads, float32`."""
-        return self.device.partition(",")[0]
-
     def setting(self, section: str, key: str, default: Any = None) -> Any:
         """Return a value of the resolved config."""
         return (self.config.get(section) or {}).get(key, default)

@@ -38,7 +38,7 @@ def setup_key(record: Record) -> str:
     parts = [
         {".".join(key): value for key, value in fixed.items() if value not in (None, [], "", ADDED.get(key))},
         [record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")],
-        record.device_kind,
+        record.device.partition(",")[0],  # cpu or cuda
         [record.steps, record.tokens_seen],
     ]
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
