@@ -70,24 +70,41 @@ def frontier(points: pd.DataFrame) -> Figure | None:
         f"Perplexity change against density of the causal QK pairs at {FRONTIER_LENGTH:,} tokens (95 % CI; lower left "
         "is better)", 4.8, ncols=len(panels), sharey=True, squeeze=False,
     )  # fmt: skip
+    several = known["data"].nunique() > 1
     for ax, ((model, data), panel) in zip(axes.flat, panels, strict=True):
         for method, color in zip(FAMILIES, COLORS, strict=True):
             curve = panel[panel.method == method].sort_values("density")
             x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
             bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
-            ax.errorbar(
-                x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8, label=method
-            )
+            label = method if len(curve) else None
+            ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8, label=label)
         ax.axhline(0, color="black", linewidth=1)
-        ax.set(title="\n".join(wrap(f"{model}, {data}", 40)), xlabel="density of the QK pairs [%]", xlim=(0, 100))
+        ax.set(title=f"{model}, {data}" if several else model, xlabel="density of the QK pairs [%]")
+        ax.set(xlim=(0, 145), xticks=range(0, 101, 20))  # with room for the names
     first = axes.flat[0]
     first.set_yscale("symlog", linthresh=1)
     first.set(ylabel="perplexity change [%]", ylim=(-0.1, 1.2 * known.high.fillna(known.change).max()))
     first.set_yticks([tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < first.get_ylim()[1]])
     first.yaxis.set_major_formatter("{x:g}")
     first.yaxis.set_minor_locator(NullLocator())
-    add_legend(figure, first)
+    figure.draw_without_rendering()  # the layout decides where the names go
+    for ax in axes.flat:
+        name_curves(ax)
     return figure
+
+
+def name_curves(ax: Axes) -> None:
+    """Write the name of each curve to the right of its end, a line apart from the next."""
+    handles, names = ax.get_legend_handles_labels()
+    lines = [handle.lines[0] for handle in handles]
+    ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines]
+    heights = [72 / ax.figure.dpi * ax.transData.transform(end)[1] for end in ends]
+    lowest = -np.inf
+    for height, name, line, end in sorted(zip(heights, names, lines, ends, strict=True), key=lambda each: each[0]):
+        lowest = max(height, lowest + 10)
+        ax.annotate(
+            name, end, (7, lowest - height), textcoords="offset points", color=line.get_color(), fontsize=8, va="center"
+        )
 
 
 def add_legend(figure: Figure, ax: Axes) -> None:
