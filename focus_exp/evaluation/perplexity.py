@@ -9,7 +9,6 @@ import time
 import zipfile
 import zlib
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -531,11 +530,9 @@ def perplexity(nll: float | None) -> float | None:
 
 def density_matched_window(pairs: PairCounter, sinks: int, layers: list[Sequence]) -> int:
     """Return the smallest window that keeps at least the density of `pairs`."""
-    masks = {id(sequence.allowed): sequence for sequence in layers}  # layers of one kind share their mask
-    times = Counter(id(sequence.allowed) for sequence in layers)
 
     def is_dense_enough(width: int) -> bool:
-        counts = [(times[key], count_pairs(Selection(), masks[key], width, sinks)) for key in masks]
-        return sum(n * c.distant for n, c in counts) / sum(n * c.total for n, c in counts) <= pairs.sparsity
+        counts = [count_pairs(Selection(), sequence, width, sinks) for sequence in layers]
+        return sum(c.distant for c in counts) / sum(c.total for c in counts) <= pairs.sparsity
 
     return bisect_left(range(layers[0].start.shape[1]), True, key=is_dense_enough)

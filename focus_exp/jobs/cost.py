@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tempfile
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -38,6 +38,7 @@ TIMED_STEPS = (4, 64)  # steps of a layer-wise fit: the difference leaves out wh
 PASSES = 2
 
 
+@dataclass
 class CostEstimator:
     """Time one pass of each kind and add up those of a run.
 
@@ -49,17 +50,13 @@ class CostEstimator:
         variants: options of eval.fit_variants that are still to be fitted.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        evaluator: PerplexityEvaluator,
-        sequences: SequenceDataset,
-        variants: list[AttentionConfig],
-    ) -> None:
-        self.config, self.evaluator, self.sequences = config, evaluator, sequences
-        self.model, self.precision = evaluator.model, evaluator.precision
-        self.fits = [*([config.attention] if config.fitting else []), *variants]
-        self.rows = len(evaluator.adapters) + len(variants)
+    config: Config
+    evaluator: PerplexityEvaluator
+    sequences: SequenceDataset
+    variants: list[AttentionConfig]
+
+    def __post_init__(self) -> None:
+        self.model, self.precision = self.evaluator.model, self.evaluator.precision
         self.seconds = dict.fromkeys(("training", "fit", "scoring"), 0.0)
         self.memory: list[int] = []
 
@@ -70,7 +67,7 @@ class CostEstimator:
         with torch.random.fork_rng(devices=[]), copies:
             self.time_training()
             self.time_scoring()
-            for options in self.fits:
+            for options in [*([self.config.attention] if self.config.fitting else []), *self.variants]:
                 with swap_attachment(self.model, options.method, get_method_options(options)):
                     self.time_fit(options)
         minutes = {stage: seconds / 60 for stage, seconds in self.seconds.items()}
@@ -95,7 +92,7 @@ class CostEstimator:
         batches = math.ceil(len(indices) / size)
         with full_attention(model):
             self.add("scoring", (1 + (config.recipe.trains("lora") or config.recipe.trains("all"))) * batches, one)
-        attached = float(config.attention.method != "full") * (1 + self.rows)
+        attached = float(config.attention.method != "full") * (1 + len(evaluator.adapters) + len(self.variants))
         if config.has_router:  # soft routing, hard ones, controls, counterparts, and both routings after earlier phases
             attached += len(evaluator.hard_top_ks()) + 3 * config.eval.controls + 2 * max(0, len(config.phases) - 1)
             attached += 2 * (not is_causal(model) and config.focus.balance_sequences > 0)

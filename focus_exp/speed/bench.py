@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,6 +34,7 @@ MODEL_REPEATS = 2  # of the whole model at most
 Task = tuple[str, int, Callable[[int], Iterable[Measurement]]]  # clock, tokens, what measures it
 
 
+@dataclass
 class SpeedBenchmark:
     """Time the clocks of one run.
 
@@ -43,22 +45,17 @@ class SpeedBenchmark:
         methods: further methods, of which one layer is timed.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        model: PreTrainedModel,
-        held_out: SequenceDataset,
-        precision: Precision,
-        is_trained: bool,
-        methods: Methods,
-    ) -> None:
-        self.config, self.settings, self.model, self.held_out = config, config.bench, model, held_out
-        self.precision, self.is_trained, self.methods = precision, is_trained, methods
+    config: Config
+    model: PreTrainedModel
+    held_out: SequenceDataset
+    precision: Precision
+    is_trained: bool
+    methods: Methods
 
     @cached_property
     def layer(self) -> Layer:
         """Return the attention layer that is timed, of the model's shape."""
-        attention, settings = self.config.attention, self.settings
+        attention, settings = self.config.attention, self.config.bench
         backend = "auto" if attention.backend == "masked" else attention.backend
         return Layer(
             model_shape(self.model), attention.window, getattr(attention, "sinks", 0), DTYPES[settings.dtype],
@@ -74,7 +71,7 @@ class SpeedBenchmark:
 
     def tasks(self) -> list[Task]:
         """Return the clocks of one layer, of the whole model where its routers are trained, and of other methods."""
-        settings, device = self.settings, self.precision.device
+        settings, device = self.config.bench, self.precision.device
         lengths = settings.lengths or (GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS)
         tasks: list[Task] = [("attention", n, self.time_layer) for n in lengths]
         tasks += [("attention step", n, partial(self.time_layer, backward=True)) for n in settings.step_lengths]
@@ -97,7 +94,7 @@ class SpeedBenchmark:
     def time_model(self, measure: Callable[..., Iterable[Measurement]], length: int) -> Iterable[Measurement]:
         """Time the whole model on `length` tokens."""
         name, settings = self.case
-        repeats = min(MODEL_REPEATS, self.settings.repeats)
+        repeats = min(MODEL_REPEATS, self.config.bench.repeats)
         return measure(self.model, self.tokens(length), self.precision, repeats, name, **settings)
 
     def time_methods(self, length: int) -> Iterable[Measurement]:
@@ -128,9 +125,9 @@ class SpeedBenchmark:
 
     def groupings(self, length: int) -> list[Groups]:
         """Return balanced groups of every K and those of the router, each at every top_k."""
-        attention, groupings = self.config.focus, []
-        for top_k in self.settings.top_k:
-            groupings += [balanced(k, length, top_k, attention.pair_rule) for k in self.settings.groups if top_k <= k]
+        attention, settings, groupings = self.config.focus, self.config.bench, list[Groups]()
+        for top_k in settings.top_k:
+            groupings += [balanced(k, length, top_k, attention.pair_rule) for k in settings.groups if top_k <= k]
             if self.is_trained and top_k <= attention.groups:
                 groupings.append(Groups("trained", self.router_scores, top_k, attention.pair_rule))
         return groupings
@@ -162,7 +159,7 @@ class SpeedBenchmark:
                 scores.append(selection.assignment.cpu())
 
         with observe_selections(self.model, observe):
-            self.read_held_out("groups of held-out text", self.settings.routed_tokens)
+            self.read_held_out("groups of held-out text", self.config.bench.routed_tokens)
         return torch.cat(scores, 1)
 
     @cached_property
@@ -175,7 +172,7 @@ class SpeedBenchmark:
                 hidden.append(args[1].cpu())
 
         handle = method.register_forward_pre_hook(record)
-        self.read_held_out("hidden states of held-out text", self.settings.routed_tokens)
+        self.read_held_out("hidden states of held-out text", self.config.bench.routed_tokens)
         handle.remove()
         return method, torch.cat(hidden, 1)
 
