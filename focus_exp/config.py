@@ -173,7 +173,6 @@ class LoraConfig:
     rank: int | None = option(4, least=1)
     router_groups: int = option(FocusOptions.groups, least=1)
     alpha: int | None = option(None, least=1)
-    dora: bool = False
     target_modules: list[str] = option([])
 
 

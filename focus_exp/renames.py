@@ -56,6 +56,7 @@ RENAMED: dict[str, str | None] = {
     "eval.suite_limit": "eval.long_range_limit",
     "eval.suite_window": "eval.long_range_distance",
     "recipe.tune.windows": "recipe.tune.sequences",
+    "recipe.lora.dora": None,
     "recipe.phases.*.aim": "recipe.phases.*.objective",
     "recipe.phases.*.train": "recipe.phases.*.trainable",
     "attention.warm_start_blocks": "attention.warm_start_sequences",

@@ -90,7 +90,7 @@ def here(command: list[str]) -> subprocess.CompletedProcess:
 def fitting(*arguments: str) -> list[str]:
     """Drop the Focus options of `tiny` that the chosen attention does not have."""
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    chosen = given.get("attention", "full" if given.get("recipe") in ("lora", "dora") else "focus")
+    chosen = given.get("attention", "full" if given.get("recipe") == "lora" else "focus")
     method = max((name for name in ("full", *METHODS) if chosen.startswith(name)), key=len, default="focus")
     known, all_known = ({f"attention.{item.name}" for item in fields(find_schema(m))} for m in (method, "focus"))
     return [part for part in arguments if part.partition("=")[0] not in all_known - known]

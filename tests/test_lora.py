@@ -1,4 +1,4 @@
-"""LoRA, DoRA and full fine-tuning as baselines: initial logits, parameter counts, training, resume."""
+"""LoRA and full fine-tuning as baselines: initial logits, parameter counts, training, resume."""
 
 import json
 import signal
@@ -22,10 +22,8 @@ from focus_exp.config import LoraConfig
 from focus_exp.errors import UserError
 from focus_exp.models.lora import (
     add_lora,
-    count_lora_parameters,
     count_router_parameters,
     describe_lora,
-    find_target_layers,
     save_lora,
 )
 from focus_exp.training.callbacks import Checkpoint
@@ -35,7 +33,6 @@ LINEAR = {
     "gpt2": ["c_attn", "attn.c_proj", "c_proj", "c_fc", "lm_head"],
     "llama": ["q_proj", "v_proj", "self_attn.o_proj", "down_proj", "gate_proj"],
 }
-KINDS = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 ROUTER, EVERYTHING = router_steps(5), "recipe.phases.everything.steps=5"
 LORA = ("recipe=lora", "attention=full", "recipe.phases.lora.steps=5", "recipe.phases.lora.learning_rate=1e-2")
@@ -43,7 +40,7 @@ REGIMES = {
     "none": ("recipe=none", "attention=full"),
     "retrofit": (ROUTER,),
     "lora": LORA,
-    "dora": (*LORA, "recipe=dora", "recipe.lora.rank=null"),
+    "matched": (*LORA, "recipe.lora.rank=null"),
     "window": (*LORA, "attention=window"),
     "routing": (*LORA, "attention=routing_transformer", "attention.centroid_decay=0.9"),
     "finetune": ("recipe=finetune", "attention=full", ROUTER, EVERYTHING),
@@ -81,21 +78,19 @@ def full_size(name: str):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 @DTYPES
-@KINDS
-def test_add_lora_initial_logits_equal_base(tiny_model, family, dtype, dora):
+def test_add_lora_initial_logits_equal_base(tiny_model, family, dtype):
     model = tiny_model(family, dtype=dtype)
     before = compute_logits(model)
-    adapted(model, dora=dora)
+    adapted(model)
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
     assert torch.equal(compute_logits(model), before)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(("rank", "alpha"), [(4, None), (2, 3)])
-@KINDS
-def test_lora_forward_equals_the_papers_equation(tiny_model, family, rank, alpha, dora):
+def test_lora_forward_equals_the_papers_equation(tiny_model, family, rank, alpha):
     model, twin = (tiny_model(family, dtype=torch.float64) for _ in range(2))
-    shake(adapted(model, rank=rank, alpha=alpha, dora=dora, target_modules=LINEAR[family][:3]))
+    shake(adapted(model, rank=rank, alpha=alpha, target_modules=LINEAR[family][:3]))
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             part = twin.get_submodule(name)
@@ -103,29 +98,17 @@ def test_lora_forward_equals_the_papers_equation(tiny_model, family, rank, alpha
             w = part.weight.data.T if conv else part.weight.data  # [out, in]
             a, b = (getattr(layer, f"lora_{matrix}")["default"].weight.data.double() for matrix in "AB")
             w = w + (alpha or 2 * rank) / rank * b @ a
-            if dora:
-                w = layer.lora_magnitude_vector["default"].weight.data.double()[:, None] * w / w.norm(dim=1)[:, None]
             part.weight.data = w.T if conv else w
     torch.testing.assert_close(compute_logits(model), compute_logits(twin), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@given(data=st.data(), rank=st.integers(1, 6), dora=st.booleans())
-@settings(max_examples=6)
-def test_count_lora_parameters_equals_the_model(family, data, rank, dora):
-    targets = data.draw(st.lists(st.sampled_from(LINEAR[family]), min_size=1, unique=True))
-    model = build(f"tiny_{family}")
-    expected = count_lora_parameters(find_target_layers(model, targets), rank, dora)
-    assert count(adapted(model, rank=rank, dora=dora, target_modules=targets)) == expected
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
-@given(budget=st.integers(0, 30_000), dora=st.booleans())
+@given(budget=st.integers(0, 30_000))
 @settings(max_examples=4)
-def test_find_rank_is_nearest_to_the_budget(family, budget, dora):
-    model = adapted(build(f"tiny_{family}"), budget, rank=None, dora=dora)
+def test_add_lora_rank_is_nearest_to_the_budget(family, budget):
+    model = adapted(build(f"tiny_{family}"), budget, rank=None)
     rank = describe_lora(model)["rank"]
-    others = [adapted(build(f"tiny_{family}"), rank=other, dora=dora) for other in (rank - 1, rank + 1) if other]
+    others = [adapted(build(f"tiny_{family}"), rank=other) for other in (rank - 1, rank + 1) if other]
     assert abs(count(model) - budget) <= min(abs(count(other) - budget) for other in others)
 
 
@@ -149,10 +132,9 @@ def test_add_lora_unknown_target_raises_with_choices(tiny_model, family, there, 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @DTYPES
-@KINDS
-def test_save_lora_loads_with_peft(tiny_model, tmp_path, family, dtype, dora):
+def test_save_lora_loads_with_peft(tiny_model, tmp_path, family, dtype):
     model = tiny_model(family, dtype=dtype)
-    shake(adapted(model, dora=dora))
+    shake(adapted(model))
     save_lora(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     loaded = PeftModel.from_pretrained(tiny_model(family, dtype=dtype), tmp_path)
@@ -214,37 +196,35 @@ def test_records_name_and_count_what_was_trained(folder, seen):
     records = {name: record_of(folder / name) for name in REGIMES}
     said = {name: [(row.kind, row.name) for row in scored(record.measurements)[1:]] for name, record in records.items()}
     assert said["lora"] == [("trained", "lora_r4")]
-    assert said["dora"] == [("trained", "dora_r4")]
+    assert said["matched"] == [("trained", "lora_r5")]
     assert said["window"] == [("trained", "lora_r4"), ("control", "window")]
     assert said["finetune"] == [("trained", "trained")]
     counts = {name: record.method["trainable_parameters"] for name, record in records.items()}
     # two layers of 64 x 64 and 64 x 32; a router has 2 (64 + 2) 16
     assert counts == {
-        **{"none": 0, "retrofit": 2112, "dora": 2 * (4 * 224 + 96)},
+        **{"none": 0, "retrofit": 2112, "matched": 2 * 5 * 224},
         **dict.fromkeys(("lora", "window", "routing"), 2 * 4 * 224),
         **{"finetune": records["finetune"].model["parameters"]},
     }
-    assert records["dora"].method | {"trainable_parameters": 0} == {
-        **{"name": "dora_r4", "causal": True, "trainable_parameters": 0},
-        **{"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    assert records["matched"].method | {"trainable_parameters": 0} == {
+        **{"name": "lora_r5", "causal": True, "trainable_parameters": 0},
+        **{"rank": 5, "alpha": 10, "target_modules": ["q_proj", "v_proj"]},
     }
     for record in records.values():
         assert record.steps == (5 if record.method["trainable_parameters"] else 0)
 
 
-@pytest.mark.parametrize("name", ["lora", "dora", "window"])
+@pytest.mark.parametrize("name", ["lora", "matched", "window"])
 def test_checkpoint_and_adapter_have_the_trained_part_alone(folder, seen, name):
     place = only_run(folder / name)
     assert not (place / "model").exists()
     saved = load_file(place / "adapter" / "adapter_model.safetensors")
     state = torch.load(place / "checkpoints" / "lora.ckpt", weights_only=True)["state_dict"]
     renamed = {f"base_model.{key}".replace(".default", ""): tensor for key, tensor in state.items()}
-    # PEFT saves a magnitude vector without the name of its only parameter
-    renamed = {key.replace("vector.weight", "vector"): tensor for key, tensor in renamed.items()}
     assert sum(t.numel() for t in saved.values()) == record_of(folder / name).method["trainable_parameters"]
     assert saved.keys() == renamed.keys() and all(torch.equal(saved[key], renamed[key]) for key in saved)
     assert all(tensor.abs().max() > 0 for tensor in saved.values())
-    assert json.loads((place / "adapter" / "adapter_config.json").read_text())["use_dora"] is (name == "dora")
+    assert json.loads((place / "adapter" / "adapter_config.json").read_text())["r"] == (5 if name == "matched" else 4)
 
 
 class Killed(BaseException):
@@ -253,8 +233,8 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     ("name", "step", "politely"),
-    [("lora", 4, False), ("dora", 3, True), ("routing", 3, True)],
-    ids=["lora-killed", "dora-SIGTERM", "routing-SIGTERM"],
+    [("lora", 4, False), ("routing", 3, True)],
+    ids=["lora-killed", "routing-SIGTERM"],
 )
 def test_lora_interrupted_run_resumes_to_the_same_numbers(folder, seen, monkeypatch, name, step, politely):
     whole = Checkpoint.on_train_batch_end

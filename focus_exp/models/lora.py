@@ -1,4 +1,4 @@
-"""LoRA and DoRA by PEFT, as baselines with as many parameters as a router."""
+"""LoRA by PEFT, as a baseline with as many parameters as a router."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as FAMILY_TARGETS
 from safetensors.torch import save_file
 from torch import nn
@@ -31,8 +30,7 @@ Linear = nn.Linear | Conv1D
 def add_lora(model: PreTrainedModel, options: LoraConfig, budget: int) -> PreTrainedModel:
     """Add LoRA to linear layers, in place and in float32.
 
-    LoRA (arXiv 2106.09685, eq. 3): h = W x + alpha/r B A x, with A `[r, in]` random and B `[out, r]` zero. DoRA
-    (arXiv 2402.09353, eq. 5) also learns the norm of each output's weights, `[out]`.
+    LoRA (arXiv 2106.09685, eq. 3): h = W x + alpha/r B A x, with A `[r, in]` random and B `[out, r]` zero.
 
     Args:
         options: target modules, rank and alpha; without a rank the one nearest to `budget` parameters.
@@ -42,14 +40,14 @@ def add_lora(model: PreTrainedModel, options: LoraConfig, budget: int) -> PreTra
     """
     targets = options.target_modules or list(FAMILY_TARGETS.get(model.config.model_type, ("q_proj", "v_proj")))
     layers = find_target_layers(model, targets)
-    rank = options.rank or find_rank(layers, options.dora, budget)
+    # rank 1 has in + out parameters
+    rank = options.rank or max(1, round(budget / sum(sum(layer.weight.shape) for layer in layers)))
     config = PeftLoraConfig(
         task_type="CAUSAL_LM",
         revision=getattr(model.config, "_commit_hash", None),
         r=rank,
         lora_alpha=options.alpha or 2 * rank,
         lora_dropout=0.0,
-        use_dora=options.dora,
         target_modules=targets,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers),
     )
@@ -57,16 +55,6 @@ def add_lora(model: PreTrainedModel, options: LoraConfig, budget: int) -> PreTra
     for name, parameter in model.named_parameters():
         if is_trainable(name, "lora"):
             parameter.data = parameter.data.float()
-    for layer in model.modules():
-        # PEFT computes the norms in the base's bfloat16, with which the initial output would differ from the base
-        if isinstance(layer, LoraLayer) and ADAPTER in layer.lora_magnitude_vector:
-            dora: Any = layer.lora_magnitude_vector[ADAPTER]
-            dora.update_layer(
-                base_layer=layer.get_base_layer(),
-                lora_A=layer.lora_A[ADAPTER].weight,
-                lora_B=layer.lora_B[ADAPTER].weight,
-                scaling=layer.scaling[ADAPTER],
-            )
     return model
 
 
@@ -83,19 +71,6 @@ def find_target_layers(model: PreTrainedModel, targets: list[str]) -> list[Linea
     return [linear[name] for name in dict.fromkeys(name for names in matches.values() for name in names)]
 
 
-def count_lora_parameters(layers: list[Linear], rank: int, dora: bool) -> int:
-    """Count the parameters of LoRA: rank (in + out), with DoRA also out."""
-    outputs = [layer.nf if isinstance(layer, Conv1D) else layer.out_features for layer in layers]
-    return rank * sum(sum(layer.weight.shape) for layer in layers) + dora * sum(outputs)
-
-
-def find_rank(layers: list[Linear], dora: bool, budget: int) -> int:
-    """Find the smallest rank >= 1 whose number of parameters is nearest to `budget`."""
-    per_rank = count_lora_parameters(layers, 1, dora=False)
-    below = max(1, (budget - count_lora_parameters(layers, 0, dora)) // per_rank)
-    return min((below, below + 1), key=lambda rank: abs(count_lora_parameters(layers, rank, dora) - budget))
-
-
 def count_router_parameters(model: PreTrainedModel, groups: int, routing_dim: int) -> int:
     """Count the parameters of Focus: layers (E R + K R), R = `routing_dim`."""
     shapes = [layer_shape(model, module, index) for index, module in attention_modules(model).items()]
@@ -106,7 +81,7 @@ def describe_lora(model: PreTrainedModel) -> dict[str, Any]:
     """Describe the LoRA of a model for records; `name` is such as `lora_r4`."""
     config: Any = model.peft_config[ADAPTER]
     return {
-        "name": f"{'dora' if config.use_dora else 'lora'}_r{config.r}",
+        "name": f"lora_r{config.r}",
         "rank": config.r,
         "alpha": config.lora_alpha,
         "target_modules": sorted(config.target_modules),
