@@ -18,7 +18,7 @@ from tokenizers import processors
 import focus_exp
 from focus_exp import assets
 from focus_exp.config import DataConfig
-from focus_exp.data import ResumableLoader, SequenceDataset, TokenStream, corpus, find_bos, load_corpus, texts
+from focus_exp.data import SequenceDataset, TokenStream, corpus, find_bos, load_corpus, make_loader, texts
 from focus_exp.data.books import EMBEDDED, WORKS, clean
 from focus_exp.data.packing import read_stream, write_stream
 from focus_exp.errors import UserError
@@ -95,35 +95,23 @@ def test_find_bos_is_the_prepended_token():
     assert find_bos(tokenizer) == 256
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5])
-def test_loader_resume_continues_with_the_next_batch(stop):
-    dataset = pack(84)
+def read(loader) -> list[list[int]]:
+    return [batch["input_ids"][:, 0].tolist() for batch in loader]
 
-    def read(loader, epochs, limit=None):
-        batches = []
-        for epoch in epochs:
-            loader.order.set_epoch(epoch)
-            for batch in loader:
-                batches.append(batch["input_ids"][:, 0].tolist())
-                if len(batches) == limit:
-                    return batches
-        return batches
 
-    expected = read(ResumableLoader(dataset, 4, seed=3), range(2))
-    first = ResumableLoader(dataset, 4, seed=3)
-    begun = read(first, [0], stop)
-    state = first.state_dict()
+@pytest.mark.parametrize("stop", [1, 3, 5, 10])
+def test_make_loader_continues_with_the_next_step(stop):
+    expected = read(make_loader(pack(84), 4, 3, range(10)))  # two epochs
+    begun = read(make_loader(pack(84), 4, 3, range(stop)))
     torch.manual_seed(stop)
-    second = ResumableLoader(dataset, 4, seed=3)
-    second.load_state_dict(state)
-    assert second.state_dict() == state and len(second) == 5
-    assert begun + read(second, range(state["epoch"], 2)) == expected
-    assert expected[:5] != expected[5:]
+    assert begun + read(make_loader(pack(84), 4, 3, range(stop, 10))) == expected
+    assert len(expected) == 10 and expected[:5] != expected[5:]
+    assert all(len({x for batch in epoch for x in batch}) == 20 for epoch in (expected[:5], expected[5:]))
 
 
-def test_loader_ranks_see_disjoint_sequences():
-    loaders = [ResumableLoader(pack(92), 6, seed=0, rank=rank, world_size=3) for rank in range(3)]
-    seen = [{int(x) for batch in loader for x in batch["input_ids"][:, 0]} for loader in loaders]
+def test_make_loader_ranks_see_disjoint_sequences():
+    loaders = [make_loader(pack(92), 6, 0, range(3), rank=rank, world_size=3) for rank in range(3)]
+    seen = [{x for batch in read(loader) for x in batch} for loader in loaders]
     assert len(set().union(*seen)) == sum(map(len, seen)) == 18
     assert len({len(loader) for loader in loaders}) == 1
 
@@ -137,9 +125,9 @@ def test_loader_ranks_see_disjoint_sequences():
         ({"batch_size": 1, "accumulate": 5}, "multiple of 2"),
     ],
 )
-def test_loader_unfit_batch_size_raises(sizes, message):
+def test_make_loader_unfit_batch_size_raises(sizes, message):
     with pytest.raises(UserError, match=message):
-        ResumableLoader(pack(40), seed=0, world_size=2, **sizes)
+        make_loader(pack(40), seed=0, steps=range(1), world_size=2, **sizes)
 
 
 # documents

@@ -1,7 +1,7 @@
 """Text: read, split, tokenized, packed and served in a resumable order."""
 
 from focus_exp.data.corpus import SPLITS, Corpus, load_corpus
-from focus_exp.data.loader import ResumableLoader
+from focus_exp.data.loader import make_loader
 from focus_exp.data.packing import SequenceDataset, TokenStream, find_bos
 
-__all__ = ["SPLITS", "Corpus", "ResumableLoader", "SequenceDataset", "TokenStream", "find_bos", "load_corpus"]
+__all__ = ["SPLITS", "Corpus", "SequenceDataset", "TokenStream", "find_bos", "load_corpus", "make_loader"]

@@ -12,15 +12,13 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from focus_exp.errors import first_line
 from focus_exp.storage import atomic_write
 
-CONTENTS = {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "random_states", "accumulated"}
-
 
 def checkpoint_path(folder: Path, phase: str) -> Path:
     return folder / f"{phase}.ckpt"
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Write checkpoints atomically, and load tensors and plain data only."""
+    """Write checkpoints atomically."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
@@ -32,9 +30,6 @@ class CheckpointIO(TorchCheckpointIO):
                 if isinstance(reason := error.__context__, OSError):
                     raise OSError(reason.errno, reason.strerror, str(path)) from error
                 raise
-
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> dict[str, Any]:
-        return read_checkpoint(Path(path))
 
 
 def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
@@ -55,12 +50,10 @@ def remove_damaged(folder: Path, phases: list[str]) -> list[str]:
 
 
 def damage_reason(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint, None if its checksums and keys are right."""
+    """Return what is wrong with a checkpoint, None if its checksums are right."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if member := archive.testzip():
-                return f"{member} does not match its checksum"
-        missing = CONTENTS - read_checkpoint(path, mmap=True).keys()
-        return f"it has no {', '.join(sorted(missing))}" if missing else None
+            member = archive.testzip()
+        return f"{member} does not match its checksum" if member else None
     except Exception as error:  # any reader may fail on arbitrary bytes
         return first_line(error)

@@ -37,7 +37,7 @@ from focus_exp.models.methods import attached_methods, is_trainable, temporary_a
 from focus_exp.training.checkpoints import read_checkpoint
 
 EVALUATION_TIMEOUT = timedelta(days=30)
-FORWARD, DONE, FAILED = 1, 0, -1
+FORWARD, DONE, FAILED = "forward", "done", "failed"  # what process 0 tells the others
 
 # in messages of gloo and nccl to a process whose peer is gone
 PEER_LOST = ("gloo", "Connection closed", "Connection reset", "NCCL", "Broken pipe")
@@ -193,10 +193,10 @@ def run_on_rank_zero(model: PreTrainedModel, work: Callable[[], object]) -> None
         run_with_shards(model, work)
     else:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-        while (signal := recv_signal()) == FORWARD:
+        while (event := broadcast_object(None)) == FORWARD:
             with torch.no_grad():
                 model(input_ids=tokens, use_cache=False)
-        if signal == FAILED:
+        if event == FAILED:
             raise UserError(f"process {rank()} of {world_size()} ends: process 0 has failed")
 
 
@@ -209,7 +209,7 @@ def run_with_shards(model: PreTrainedModel, work: Callable[[], object]) -> None:
         if inside:
             raise RuntimeError("an earlier forward pass failed halfway: the processes are out of step")
         inside = True
-        send_signal(FORWARD)
+        broadcast_object(FORWARD)
 
     def after(*_: Any) -> None:
         nonlocal inside
@@ -222,24 +222,14 @@ def run_with_shards(model: PreTrainedModel, work: Callable[[], object]) -> None:
     try:
         work()
     except BaseException:
-        send_signal(FAILED)
+        broadcast_object(FAILED)
         raise
     finally:
         for hook in hooks:
             hook.remove()
     if inside:
         raise UserError("a forward pass failed halfway, see above. Re-run the same command to resume.")
-    send_signal(DONE)
-
-
-def send_signal(message: int) -> None:
-    dist.broadcast(torch.tensor(message), src=0, group=_control)
-
-
-def recv_signal() -> int:
-    message = torch.tensor(DONE)
-    dist.broadcast(message, src=0, group=_control)
-    return int(message)
+    broadcast_object(DONE)
 
 
 def strategy_name(settings: TrainerConfig) -> str:
@@ -273,8 +263,6 @@ def check_strategy(config: Config, device: torch.device) -> None:
          "of the batch. Use trainer.devices=1."),
         (fitted and sharded, "attention.calibration_sequences must be 0 with trainer.strategy=fsdp: "
          f"{config.attention.name} is fitted to a whole model. Use trainer.strategy=ddp, or a fitted adapter."),
-        (config.recipe.lora.dora and config.recipe.trains("lora") and sharded, "recipe.lora.dora must be false with "
-         "trainer.strategy=fsdp: DoRA needs the norms of whole weights. Use trainer.strategy=ddp, or recipe=lora."),
     ]  # fmt: skip
     if config.model.quantization != "none":
         key = f"model.quantization={config.model.quantization}"
@@ -414,9 +402,10 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
         gradient.copy_(average.view_as(gradient))
 
 
-def global_norm(gradients: list[Tensor]) -> Tensor:
+def global_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Return the 2-norm of all gradients; sharded ones are gathered as scalars."""
-    return torch.stack([gather_tensor(g.norm()) for g in gradients]).norm() if gradients else torch.tensor(0.0)
+    norms = [gather_tensor(p.grad.norm()) for p in parameters if p.grad is not None]
+    return torch.stack(norms).norm() if norms else torch.tensor(0.0)
 
 
 @contextmanager

@@ -33,11 +33,9 @@ class LanguageModelTask(pl.LightningModule):
     over processes, so that all of them stop at the same non-finite step.
     """
 
-    def __init__(self, model: PreTrainedModel, phase: PhaseConfig, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, phase: PhaseConfig, name: str, gradient_clip: float = 1.0) -> None:
         super().__init__()
-        self.model = model
-        self.phase = phase
-        self.name = name
+        self.model, self.phase, self.name, self.gradient_clip = model, phase, name, gradient_clip
         self.trainable_names = freeze(model, phase.trainable)
         if not self.trainable_names:
             raise UserError(f"recipe.phases.{name}.trainable={phase.trainable}: the model has no such parameters.")
@@ -68,10 +66,13 @@ class LanguageModelTask(pl.LightningModule):
         return self.model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for p in self.trainable_parameters() if p.grad is not None]
         if is_sharded(self.model):
-            average_gradients(self.trainable_parameters())
-        self.gradient_norm = global_norm(self.gradients())
+            average_gradients(parameters)
+        self.gradient_norm = global_norm(parameters)
         self.check_finite("gradient norm", self.gradient_norm)
+        # here, because Lightning computes a norm of its own, not of sharded and whole gradients together
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip, self.gradient_norm, foreach=False)
         # read here: by the time the step is logged the scheduler has advanced
         self.learning_rate = optimizer.param_groups[0]["lr"]
 
@@ -82,18 +83,6 @@ class LanguageModelTask(pl.LightningModule):
                 f"the {name} must be finite (got {value.item()} at step {self.global_step + 1} of phase {self.name}). "
                 "Lower recipe.phases.*.learning_rate or trainer.gradient_clip."
             )
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip as torch's `clip_grad_norm_`, which does not take sharded and whole gradients together."""
-        assert gradient_clip_val is not None
-        factor = (gradient_clip_val / (self.gradient_norm + 1e-6)).clamp(max=1.0).item()
-        for gradient in self.gradients():
-            gradient.mul_(factor)
 
     def configure_model(self) -> None:
         """Do nothing: ModelParallelStrategy asks for it, and a sharded base was sharded when loaded."""
@@ -108,9 +97,6 @@ class LanguageModelTask(pl.LightningModule):
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
-
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.trainable_parameters() if p.grad is not None]
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with linear warm-up and a cosine to a tenth of the peak."""
@@ -129,7 +115,6 @@ class LanguageModelTask(pl.LightningModule):
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state()
         checkpoint["random_states"] = all_gather_object(random_state)
-        checkpoint["accumulated"] = self.trainer.accumulate_grad_batches
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         required = {f"model.{name}" for name in self.trainable_names}
@@ -139,12 +124,8 @@ class LanguageModelTask(pl.LightningModule):
         # an additional process keeps its freshly seeded state
         self._random_state = states[rank()] if rank() < len(states) else None
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counts in (progress["total"], progress["current"]):
-            # another number of processes takes another number of batches for the same steps; Lightning saves before
-            # it counts the last batch as completed, and finds its place by that
-            batches = counts["processed"] // checkpoint["accumulated"] * self.trainer.accumulate_grad_batches
-            behind = counts["processed"] - counts["completed"]
-            counts.update(ready=batches, started=batches, processed=batches, completed=batches - behind)
+        for counts in (progress["total"], progress["current"]):  # the loader has the batches that are left
+            counts.update(ready=0, started=0, processed=0, completed=0)
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if self._random_state is not None:

@@ -20,7 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.options import MAX_SEED
 from focus_exp.config import Config, PhaseConfig
-from focus_exp.data import ResumableLoader, SequenceDataset
+from focus_exp.data import SequenceDataset, make_loader
+from focus_exp.data.loader import split_step
 from focus_exp.models.methods import attached_methods, find_routers, temporary_attributes
 from focus_exp.results.metrics import METRICS
 from focus_exp.training.callbacks import (
@@ -33,7 +34,7 @@ from focus_exp.training.callbacks import (
     Probe,
     StepLog,
 )
-from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path
+from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path, read_checkpoint
 from focus_exp.training.distributed import (
     broadcast_object,
     gather_batches,
@@ -98,16 +99,14 @@ def train_phase(
     settings = config.trainer
     quiet_lightning()
     pl.seed_everything((seed + 1_000_003 * rank()) % (MAX_SEED + 1), verbose=False)
-    task = LanguageModelTask(model, phase, name)
-    loader = ResumableLoader(
-        blocks,
-        settings.batch_size,
-        seed,
-        accumulate=settings.accumulate,
-        rank=rank(),
-        world_size=world_size(),
-    )
+    task = LanguageModelTask(model, phase, name, settings.gradient_clip)
     saved = checkpoint_path(folder / CHECKPOINTS, name)
+    resume = broadcast_object(saved.exists())
+    steps = range(read_checkpoint(saved, mmap=True)["global_step"] if resume else 0, phase.steps)
+    split = split_step(settings.batch_size, settings.accumulate, world_size())
+    loader = make_loader(
+        blocks, settings.batch_size, seed, steps, accumulate=settings.accumulate, rank=rank(), world_size=world_size()
+    )
     every = settings.probe_every
     if every is None:
         every = max(1, phase.steps // PROBES_PER_PHASE)
@@ -130,8 +129,7 @@ def train_phase(
         precision=precision.lightning,
         max_steps=phase.steps,
         max_epochs=-1,
-        accumulate_grad_batches=loader.split.accumulate,
-        gradient_clip_val=settings.gradient_clip,
+        accumulate_grad_batches=split.accumulate,
         logger=loggers or False,
         callbacks=callbacks,
         plugins=[LightningEnvironment(), CheckpointIO()],
@@ -142,12 +140,11 @@ def train_phase(
         default_root_dir=folder,
     )
     set_training_mode(model, phase)
-    resume = broadcast_object(saved.exists())
     # what callbacks set in routers
     state = {"projected": None, "gate_steepness": config.focus.gate_steepness} if config.has_router else {}
     with (
         temporary_attributes(find_routers(model).values(), **state),
-        gather_batches(model, loader.split),
+        gather_batches(model, split),
         checkpoint_layers(model, settings.gradient_checkpointing),
     ):
         trainer.fit(task, loader, ckpt_path=saved if resume else None, weights_only=True)
