@@ -20,7 +20,8 @@ from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, top_k_groups
 from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
-from focus_exp.training.fits import fit_attached
+from focus_exp.training import fits
+from focus_exp.training.fits import fit_attached, open_fit
 from focus_exp.training.focus_dual_fit import fit, importance
 from focus_exp.training.focus_dual_fit.encoders import FitSequence, fit_encoders, score_thresholds, standardize
 from focus_exp.training.focus_dual_fit.fit import (
@@ -37,7 +38,6 @@ from focus_exp.training.focus_dual_fit.importance import (
     LossProbe,
     Observation,
     loss_changes,
-    open_fit,
     read_observations,
     record_observations,
 )
@@ -379,7 +379,7 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
     assert list(folder.rglob("block-*")) == []
     assert 0 < sum(densities) / len(densities) <= 0.5
 
-    monkeypatch.setattr(importance, "record_observations", None)  # another budget needs no other fit
+    monkeypatch.setattr(fits, "record_observations", None)  # another budget needs no other fit
     rows, spent = fit_with(density=0.2)
     assert spent == seconds
     assert sum(values(rows, "distant_density_fit")) < sum(densities)
@@ -392,7 +392,7 @@ def test_fit_cache_key_depends_on_the_arithmetic_of_the_base(tiny_model, tmp_pat
     def folder(**changes):
         model = tiny_model("llama")
         vars(model.config).update(changes)
-        with open_fit(tmp_path, model, random_sequences(1), FLOAT32, []) as path:
+        with open_fit(model, random_sequences(1), dual_config(), FLOAT32, tmp_path, 0) as path:
             return path
 
     assert folder() == folder(_name_or_path="elsewhere", dtype=torch.bfloat16, use_cache=False)

@@ -5,6 +5,8 @@ Runs that differ in their budget only share one cached fit.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,12 +24,23 @@ from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.key_gate import GateTraining, KeyGate
 from focus_exp.attention.options import FitOptions
 from focus_exp.config import DualConfig
+from focus_exp.models.load import fingerprint, select_numerics
 from focus_exp.models.methods import attached_methods
+from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
+from focus_exp.storage import file_lock, remove, remove_stale_temp
 from focus_exp.training.baseline_fits import fit_block_gate, fit_gate, fit_indexer, set_threshold
 from focus_exp.training.focus_dual_fit.encoders import standardize
 from focus_exp.training.focus_dual_fit.fit import choose_budget, fit_dual_layer, load_layers
-from focus_exp.training.focus_dual_fit.importance import Observation, fit_layers, open_fit
+from focus_exp.training.focus_dual_fit.importance import (
+    Observation,
+    count_fit_threads,
+    load_or_compute,
+    map_in_threads,
+    read_observations,
+    read_seconds,
+    record_observations,
+)
 from focus_exp.training.precision import Precision
 
 NOT_FITTED = (
@@ -43,10 +56,7 @@ FITS: dict[type[AttentionMethod], Callable[..., dict[str, Tensor] | None]] = {
 }
 
 
-def get_fit_key(options: FitOptions) -> dict[str, Any]:
-    """Return the options that decide the parameters."""
-    key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
-    return key | {"rank": 0} if isinstance(options, DualConfig) else key  # as fits of earlier versions have it
+FORMAT = 5  # increase when the same inputs give another fit
 
 
 def fitted_methods(model: PreTrainedModel) -> dict[int, Any]:
@@ -55,16 +65,24 @@ def fitted_methods(model: PreTrainedModel) -> dict[int, Any]:
 
 
 @contextmanager
-def open_attached(
+def open_fit(
     model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
 ) -> Iterator[Path]:
     """Lock and yield the folder in the cache of what `fit_attached` makes of these arguments."""
     methods = fitted_methods(model)
-    # earlier versions hashed the sequences that choose a budget too
+    key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+    # earlier versions had an option `rank`, and hashed the sequences that choose a budget too
     hashed, names = sequences, list[str]()
-    if not isinstance(options, DualConfig):
+    if isinstance(options, DualConfig):
+        key |= {"rank": 0}
+    else:
         hashed, names = sequences[: -options.validation_sequences], [next(iter(methods.values())).name]
-    with open_fit(cache, model, hashed, precision, names, get_fit_key(options), sorted(methods), seed) as folder:
+    text = hashlib.sha256(torch.stack(hashed).cpu().numpy().tobytes()).hexdigest()
+    base = [fingerprint(model), select_numerics(model.config)]
+    content = json.dumps([*names, FORMAT, precision.name, *base, text, key, sorted(methods), seed], sort_keys=True)
+    folder = cache / "fits" / hashlib.sha256(content.encode()).hexdigest()[:16]
+    with file_lock(folder / "lock", str(folder), wait=True):
+        remove_stale_temp(folder)
         yield folder
 
 
@@ -74,7 +92,7 @@ def count_remaining(
     """Count the passes over sequences and the layers that `fit_attached` has left to do, after earlier runs."""
     calibration = len(sequences) - options.validation_sequences
     passes = len(sequences) if isinstance(options, DualConfig) else calibration
-    with open_attached(model, sequences, options, precision, cache, seed) as folder:
+    with open_fit(model, sequences, options, precision, cache, seed) as folder:
         if (folder / "layers.safetensors").exists():
             return 0 if any(folder.glob("curves*")) else passes - calibration, 0
         layers, parts = (len([*folder.glob(f"parts/{name}*")]) for name in ("layer", ""))
@@ -92,19 +110,11 @@ def fit_attached(
     Returns:
         Measurements of the fit, and the seconds that it took.
     """
-    methods = fitted_methods(model)
-    if not methods:
+    if not (methods := fitted_methods(model)):
         return [], 0.0
-    kind = type(next(iter(methods.values())))
     calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
-    importance = getattr(options, "fit_to", "attention" if issubclass(kind, BlockGate) else "loss")
-
-    def fit(method: Any, observations: list[Observation], generator: torch.Generator) -> dict[str, Tensor]:
-        measured = fit_one_layer(method, observations, options, generator)
-        return method.state_dict() | measured
-
-    with open_attached(model, sequences, options, precision, cache, seed) as folder:
-        states, seconds = fit_layers(model, methods, calibration, precision, folder, seed, fit, importance)
+    with open_fit(model, sequences, options, precision, cache, seed) as folder:
+        states, seconds = fit_layers(model, calibration, options, precision, folder, seed)
         if isinstance(options, DualConfig):
             load_layers(methods, states, options.counts)
             measurements, more = choose_budget(model, methods, validation, options, precision, folder)
@@ -116,10 +126,51 @@ def fit_attached(
     return [], seconds
 
 
+def fit_layers(
+    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, folder: Path, seed: int
+) -> tuple[dict[int, dict[str, Tensor]], float]:
+    """Return each layer's tensors, fitted or from `folder`, and the seconds in all runs.
+
+    A fit resumes at the sequence or layers where it stopped.
+    """
+    methods, parts = fitted_methods(model), folder / "parts"
+    is_block_gate = all(isinstance(method, BlockGate) for method in methods.values())
+    importance = getattr(options, "fit_to", "attention" if is_block_gate else "loss")
+    # of earlier runs, which fitted as many layers at a time
+    threads = count_fit_threads(precision.device)
+    seconds = sum(read_seconds(x) / (threads if x.name.startswith("layer") else 1) for x in parts.glob("*"))
+
+    def compute() -> dict[str, Tensor]:
+        recorded = record_observations(model, methods, sequences, precision, parts, importance)
+        tensors: dict[str, Tensor] = {}
+
+        def fit(layer: int) -> dict[str, Tensor]:
+            def compute_layer() -> dict[str, Tensor]:
+                generator = torch.Generator().manual_seed(seed + layer)
+                return fit_one_layer(methods[layer], read_observations(recorded, layer), options, generator)
+
+            return load_or_compute(parts / f"layer-{layer:03d}.safetensors", compute_layer)[0]
+
+        fitted = ProgressBar(map_in_threads(fit, list(methods), precision.device), "fitting layers", len(methods),
+                             unit="layer")  # fmt: skip
+        for layer, state in zip(methods, fitted, strict=True):
+            tensors |= {f"{layer}/{name}": x for name, x in state.items()}
+        return tensors
+
+    tensors, seconds = load_or_compute(folder / "layers.safetensors", compute, seconds)
+    remove(parts)
+    states: dict[int, dict[str, Tensor]] = {layer: {} for layer in methods}
+    for name, x in tensors.items():
+        layer, _, key = name.partition("/")
+        states[int(layer)][key] = x
+    return states, seconds
+
+
 def fit_one_layer(
     method: Any, observations: list[Observation], options: FitOptions, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Fit one layer's method; returns tensors to cache besides its own."""
+    """Fit one layer's method; returns its tensors, and others to cache besides."""
     standardize(method, observations)
     fit = next(fit for base, fit in FITS.items() if isinstance(method, base))
-    return fit(method, observations, options, generator) or {}
+    measured = fit(method, observations, options, generator) or {}
+    return method.state_dict() | measured

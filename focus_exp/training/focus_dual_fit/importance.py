@@ -2,22 +2,17 @@
 
 To first order, pruning key j from query i moves the output o_i of a head by -P_ij (v_j - o_i), and the loss by
 P_ij (o_i - v_j) . dL/do_i. The square of that change is the pair's importance.
-
-A fit to these observations is cached by all that decides it, and resumes at the sequence or layers where it stopped.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +24,9 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
-from focus_exp.models.load import fingerprint, select_numerics
 from focus_exp.models.methods import swap_methods
 from focus_exp.progress import ProgressBar
-from focus_exp.storage import atomic_write, file_lock, remove, remove_stale_temp
+from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
 
 MAX_THREADS = 4  # layers that are fitted at a time: each takes about 0.4 GB in SmolLM2-135M
@@ -225,70 +219,7 @@ def read_observations(paths: list[Path], layer: int) -> list[Observation]:
     return observations
 
 
-Method = TypeVar("Method", bound=AttentionMethod)
 Result = TypeVar("Result")
-
-FORMAT = 5  # increase when the same inputs give another fit
-
-
-@contextmanager
-def open_fit(
-    cache: Path, model: PreTrainedModel, sequences: list[Tensor], precision: Precision, kind: list[str], *key: Any
-) -> Iterator[Path]:
-    """Lock and yield the folder of a fit of `kind` to `model` on `sequences`, each `(T,)`.
-
-    Args:
-        key: all else that decides the fit.
-    """
-    text = hashlib.sha256(torch.stack(sequences).cpu().numpy().tobytes()).hexdigest()
-    base = [fingerprint(model), select_numerics(model.config)]
-    content = json.dumps([*kind, FORMAT, precision.name, *base, text, *key], sort_keys=True)
-    folder = cache / "fits" / hashlib.sha256(content.encode()).hexdigest()[:16]
-    with file_lock(folder / "lock", str(folder), wait=True):
-        remove_stale_temp(folder)
-        yield folder
-
-
-def fit_layers(
-    model: PreTrainedModel,
-    methods: Mapping[int, Method],
-    sequences: list[Tensor],
-    precision: Precision,
-    folder: Path,
-    seed: int,
-    fit: Callable[[Method, list[Observation], torch.Generator], dict[str, Tensor]],
-    importance: str = "loss",
-) -> tuple[dict[int, dict[str, Tensor]], float]:
-    """Return the tensors that `fit` makes of each layer's observations, and the seconds in all runs."""
-    parts, threads = folder / "parts", count_fit_threads(precision.device)
-    # of earlier runs, which fitted as many layers at a time
-    seconds = sum(read_seconds(x) / (threads if x.name.startswith("layer") else 1) for x in parts.glob("*"))
-
-    def compute() -> dict[str, Tensor]:
-        recorded = record_observations(model, methods, sequences, precision, parts, importance)
-        tensors: dict[str, Tensor] = {}
-
-        def fit_one(layer: int) -> dict[str, Tensor]:
-            def compute_layer() -> dict[str, Tensor]:
-                generator = torch.Generator().manual_seed(seed + layer)
-                return fit(methods[layer], read_observations(recorded, layer), generator)
-
-            return load_or_compute(parts / f"layer-{layer:03d}.safetensors", compute_layer)[0]
-
-        fitted = map_in_threads(fit_one, list(methods), precision.device)
-        for layer, state in zip(
-            methods, ProgressBar(fitted, "fitting layers", len(methods), unit="layer"), strict=True
-        ):
-            tensors |= {f"{layer}/{name}": x for name, x in state.items()}
-        return tensors
-
-    tensors, seconds = load_or_compute(folder / "layers.safetensors", compute, seconds)
-    remove(parts)
-    states: dict[int, dict[str, Tensor]] = {layer: {} for layer in methods}
-    for name, x in tensors.items():
-        layer, _, key = name.partition("/")
-        states[int(layer)][key] = x
-    return states, seconds
 
 
 def count_fit_threads(device: torch.device) -> int:
