@@ -75,7 +75,8 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     folder = token_folder(source)
     build_once(folder, tokenize)
     # files may have moved since they were tokenized
-    provenance = source.open()[0] if cfg.source == "files" else read_provenance(folder)
+    stored = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    provenance = source.open()[0] if cfg.source == "files" else Provenance(**stored)
     provenance = replace(provenance, requested=requested_name(cfg), fingerprint=folder.name)
     if provenance.source == "embedded" and cfg.source == "hub":
         provenance = replace(
@@ -86,10 +87,6 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     log.info("data: %s, documents: %s", provenance.used, counts)
     train, validation, test = streams
     return Corpus(train, validation, test, provenance)
-
-
-def read_provenance(folder: Path) -> Provenance:
-    return Provenance(**json.loads((folder / "provenance.json").read_text(encoding="utf-8")))
 
 
 def requested_name(cfg: DataConfig) -> str:
@@ -104,8 +101,7 @@ def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
         return find_files(cfg)
     if cfg.source in EMBEDDED:
         return find_embedded(cfg.source, cache)
-    if not cfg.hub_id:
-        raise UserError("data.hub_id must be set for data.source=hub. Give the data set, owner/name.")
+    assert cfg.hub_id
     if uses_embedded(policy, "datasets", cfg.hub_id, is_shipped("data", cfg.hub_id)):
         return find_embedded("books", cache)
     identity = {"hub": cfg.hub_id, "subset": cfg.subset, "revision": cfg.revision, "column": cfg.text_column}
@@ -120,7 +116,7 @@ def find_embedded(name: str, cache: Path) -> Source:
 
 
 def find_files(cfg: DataConfig) -> Source:
-    files = texts.find_texts(cfg.files)
+    files = texts.find_texts(str(cfg.files))
     rule = "split by file" if len(files) >= 3 else "each text split 90/5/5 from its start to its end"
     identity: dict[str, Any] = {"files": [[file.name, file.digest] for file in files]}
     if any(file.has_rows for file in files):

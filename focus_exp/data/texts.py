@@ -89,7 +89,7 @@ class TextFile:
                     raise UserError(f"{self.path}, row {number}: must be JSON ({error}).") from error
 
 
-def find_texts(pattern: str | None) -> list[TextFile]:
+def find_texts(pattern: str) -> list[TextFile]:
     """Find the non-empty files that `data.files` names, sorted by hash.
 
     Args:
@@ -100,8 +100,6 @@ def find_texts(pattern: str | None) -> list[TextFile]:
     Raises:
         UserError: there is no text, or a file is not UTF-8 text.
     """
-    if not pattern:
-        raise UserError("data.files must be a file, folder or glob, such as data.files='texts/*.txt'.")
     root = find_in_package(pattern) if pattern.startswith(PACKAGE_PREFIX) else Path(pattern).expanduser()
     if root == STDIN:
         paths = [STDIN]
@@ -116,7 +114,7 @@ def find_texts(pattern: str | None) -> list[TextFile]:
         raise UserError(f"data.files={pattern}: {reason}{hub}.")
     unique: dict[str, tuple[str, Path]] = {}  # core -> digest, path
     for path in paths:
-        if hashes := hash_file(path):
+        if hashes := hash_content(path):
             unique.setdefault(hashes[0], (hashes[1], path))
     if not unique:
         raise UserError(f"data.files={pattern}: no text in {paths[0]} or the other files. Give files with text.")
@@ -184,14 +182,8 @@ def hash_texts(texts: list[TextFile]) -> str:
     return sha256("".join(text.digest for text in texts).encode())[:12]
 
 
-def hash_file(path: Path) -> tuple[str, str] | None:
+def hash_content(path: Path) -> tuple[str, str] | None:
     """Return core and digest of a file (see `Document`); None if it is blank."""
-    state = None if path == STDIN else path.stat()
-    return hash_content(path, state.st_size, state.st_mtime_ns) if state else hash_content(path, 0, 0)
-
-
-@cache
-def hash_content(path: Path, size: int, modified: int) -> tuple[str, str] | None:
     try:
         data = read_bytes(path)
     except OSError as error:

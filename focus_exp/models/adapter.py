@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -89,8 +89,6 @@ def push_to_hub(folder: str | Path, repo_id: str, *, private: bool = False, toke
     try:
         hub.create_repo(repo_id, private=private, exist_ok=True)
         return str(hub.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*ADAPTER_FILES]))
-    except LocalTokenNotFoundError as error:
-        raise UserError(f"uploading {repo_id} needs a login. Run hf auth login.") from error
     except (HTTP_ERROR, OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{folder} was not uploaded to {repo_id} ({reason}).") from error

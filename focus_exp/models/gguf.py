@@ -18,7 +18,6 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.models.files import SHARD
 
 log = logging.getLogger(__name__)
-MAGIC = b"GGUF"
 # the model inside the package SMOLLM2, which stands in for the Hub's
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 EMBEDDED_LICENCE = "Apache-2.0"
@@ -50,7 +49,6 @@ def convert(file: Path, folder: Path) -> None:
     Raises:
         UserError: the file is damaged, or transformers does not convert its architecture or tokenizer.
     """
-    check_magic(file)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     part, options = "weights", {"gguf_file": file.name, "trust_remote_code": False}
@@ -68,22 +66,12 @@ def convert(file: Path, folder: Path) -> None:
     except Exception as error:  # each reader fails in its own way on a damaged file
         if isinstance(error, OSError) and error.errno is not None:  # of the machine, such as a full disk
             raise
-        raise conversion_error(file, part, error) from error
+        raise UserError(
+            f"{file}: its {part} cannot be converted ({first_line(error)}). Download it again, or give the folder of "
+            "the original model with model.path, or its model.hub_id."
+        ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def check_magic(file: Path) -> None:
-    with file.open("rb") as content:
-        if (start := content.read(len(MAGIC))) != MAGIC:
-            raise UserError(f"{file} must be a GGUF file (it begins with {start!r}). Give another model.path.")
-
-
-def conversion_error(file: Path, part: str, error: Exception) -> UserError:
-    original = "the folder of the original model with model.path, or its model.hub_id."
-    if "not supported" in (reason := first_line(error)):
-        return UserError(f"{file}: transformers does not convert it ({reason}). Give {original}")
-    return UserError(f"{file}: its {part} cannot be read ({reason}). Download the file again, or give {original}")
 
 
 def choose_file(names: Iterable[str], repo_id: str, variant: str) -> str:

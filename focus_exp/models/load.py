@@ -8,7 +8,6 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -174,8 +173,6 @@ def quantization_options(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]
         return {}
     if not torch.cuda.is_available():
         raise UserError(f"model.quantization={cfg.quantization} needs a CUDA GPU. Use model.quantization=none.")
-    if find_spec("bitsandbytes") is None:
-        raise UserError(f"model.quantization={cfg.quantization} needs bitsandbytes. Run pip install bitsandbytes.")
     options: dict[str, Any] = {"load_in_8bit": True}
     if cfg.quantization == "nf4":
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

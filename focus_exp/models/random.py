@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
@@ -38,7 +35,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def architecture_config(cfg: ModelConfig) -> PreTrainedConfig:
     """Build the config that `cfg.architecture` describes."""
-    fields: dict[str, Any] = dict(OmegaConf.to_container(OmegaConf.create(cfg.architecture), resolve=True))  # type: ignore
+    fields = dict(cfg.architecture)
     kind = fields.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         raise UserError(
