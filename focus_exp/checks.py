@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,10 +16,11 @@ from focus_exp.attention.options import FitOptions, did_you_mean, validate_optio
 from focus_exp.config import (
     ATTENTION,
     GROUPS,
+    ComposedConfig,
     Config,
     DataConfig,
     ModelConfig,
-    find_schema,
+    build_attention,
     list_keys,
     shipped,
 )
@@ -42,13 +43,23 @@ def parse(composed: DictConfig) -> Config:
     """Return the composed configuration as validated dataclasses.
 
     Raises:
-        UserError: naming key, value and what to type instead.
+        UserError, OmegaConfBaseException: naming key, value and what to type instead.
     """
-    refuse_unknown_keys(composed)
+    # refuses keys that no schema has: +key=value may have added some
+    schema = OmegaConf.structured(ComposedConfig)
+    composed = cast(DictConfig, OmegaConf.merge(schema, OmegaConf.to_container(composed)))
+    if unknown := sorted(set(map(str, composed.budget)) - set(shipped("budget")["base"])):
+        raise UserError(unknown_key_reason(f"budget.{unknown[0]}"))
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise UserError(f"{missing[0]} must have a value. Type {missing[0]}=...")
+    name, method = composed.attention.name, composed.attention.method
+    if shipped("attention").get(name, {"method": method})["method"] != method:
+        raise UserError(
+            f"attention.method must be that of attention={name} (got {method}). Choose a method with attention=<name>."
+        )
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    config.attention = build_attention(cast(Any, OmegaConf.to_container(composed.attention, resolve=True)))
     config.overwrite = config.overwrite and not is_requeued()  # a requeued job resumes
     if "@" in (config.model.hub_id or ""):
         config.model.hub_id, _, config.model.revision = str(config.model.hub_id).partition("@")
@@ -76,19 +87,6 @@ def drop_file_fields(group: str, part: Part) -> Part:
     }
     last = next((Path(name).name for name in place if name), part.name)
     return replace(part, **foreign, name=last if part.name in shipped(group) else part.name)
-
-
-def refuse_unknown_keys(composed: DictConfig, prefix: str = "") -> None:
-    """Raise UserError for a key that no schema has: OmegaConf lets +key=value add some."""
-    schema = OmegaConf.get_type(composed)
-    names = [item.name for item in fields(schema)] if is_dataclass(schema) else None
-    if prefix == "budget.":
-        names = list(shipped("budget")["base"])
-    for key in map(str, composed):
-        if names is not None and key not in names:
-            raise UserError(unknown_key_reason(prefix + key))
-        if not OmegaConf.is_missing(composed, key) and isinstance(composed[key], DictConfig):
-            refuse_unknown_keys(composed[key], f"{prefix}{key}.")
 
 
 def unknown_key_reason(key: str) -> str:
@@ -174,11 +172,6 @@ def check_tasks(config: Config) -> Iterator[str]:
 
 def check_attention(config: Config) -> Iterator[str]:
     attention, dual = config.attention, config.dual
-    if type(attention) is not find_schema(attention.method):
-        yield (
-            f"attention.method must be that of attention={attention.name} (got {attention.method}). "
-            "Choose a method with attention=<name>."
-        )
     if config.eval.adapters and attention.method == "full":
         yield (
             f"eval.adapters must be empty with attention={attention.name} (got {config.eval.adapters}): they are "

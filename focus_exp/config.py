@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import MISSING, OmegaConf
 
 from focus_exp.attention.options import (
@@ -103,9 +100,12 @@ def find_schema(method: str) -> type[AttentionConfig]:
     return make_dataclass(f"{cls.__name__}Config", [], bases=bases)
 
 
-def build_attention(values: Any) -> Any:
-    """Return attention.* as OmegaConf's structured config; it refuses options that the method does not have."""
-    return OmegaConf.merge(OmegaConf.structured(find_schema(values["method"])), values)
+def build_attention(values: dict[str, Any]) -> AttentionConfig:
+    """Return attention.* of `values["method"]`; OmegaConf refuses options that the method does not have."""
+    schema = OmegaConf.create({"attention": OmegaConf.structured(find_schema(values["method"]))})
+    attention = OmegaConf.to_object(OmegaConf.merge(schema, {"attention": values}).attention)
+    assert isinstance(attention, AttentionConfig)
+    return attention
 
 
 def get_method_options(attention: AttentionConfig) -> dict[str, Any]:
@@ -113,36 +113,6 @@ def get_method_options(attention: AttentionConfig) -> dict[str, Any]:
     from focus_exp.attention.registry import find
 
     return {item.name: getattr(attention, item.name) for item in fields(find(attention.method).options)}
-
-
-class MethodSource(ConfigSource):
-    """Hydra's source of the schema of a file of conf/attention: base_<method>, or the dotted path of a class.
-
-    A method is imported when a command chooses it, so that other commands do not wait for torch.
-    """
-
-    @staticmethod
-    def scheme() -> str:
-        return "methods"
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return False
-
-    def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.rpartition("/")
-        return group == "attention" and ("." in name.removesuffix(".yaml") or name.startswith("base_"))
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        return []
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        method = config_path.removesuffix(".yaml").rpartition("/")[2].removeprefix("base_")
-        schema = OmegaConf.structured(find_schema(method))
-        schema.method = method
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=schema, header={"package": None})
 
 
 @dataclass
@@ -375,6 +345,13 @@ class Config:
         return [(name, p) for name, p in self.recipe.phases.items() if p.trainable != "router" or has_router]
 
 
+@dataclass
+class ComposedConfig(Config):
+    """What Hydra composes; `checks.parse` knows the method, and with it the schema of attention.*."""
+
+    attention: Any = MISSING
+
+
 GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_dataclass(schema)}
 
 
@@ -397,8 +374,6 @@ def list_keys() -> dict[str, tuple[Any, Any]]:
 def register_schemas() -> None:
     """Register the schemas that the defaults lists of conf/ name."""
     store = ConfigStore.instance()
-    store.store(name="base_config", node=Config)
+    store.store(name="base_config", node=ComposedConfig)
     for group, schema in GROUPS.items():
-        if group != "attention":  # MethodSource has its schemas
-            store.store(group=group, name=f"base_{group}", node=schema)
-    Plugins.instance().register(MethodSource)
+        store.store(group=group, name=f"base_{group}", node=schema)

@@ -45,7 +45,7 @@ class Mean(AttentionMethod, options=MeanOptions):
         mean = (v.cumsum(2) / steps).repeat_interleave(q.shape[1] // v.shape[1], 1)
         return (1 - self.share) * near + self.share * mean
 '''
-YAML = "# Mine\ndefaults: [my_methods.Mean, _self_]\nname: mine\nshare: 0.25  # Fraction of the mean.\n"
+YAML = "# Mine\nname: mine\nmethod: my_methods.Mean\nwindow: 128\nbackend: auto\nshare: 0.25  # Fraction of the mean.\n"
 
 
 @pytest.fixture

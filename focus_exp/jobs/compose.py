@@ -176,7 +176,7 @@ def compose_adapter(config: Config, overrides: list[str] | None = None) -> Confi
     if config.experiment == Config.experiment and not any(key.partition(".")[0] == "model" for key in settings):
         model = find_base_model(config, description)
     try:
-        attention: Any = OmegaConf.to_object(build_attention(description["options"] | options))
+        attention = build_attention(description["options"] | options)
         merged = replace(config, model=model, attention=attention, recipe=RecipeConfig(name="none"))
         validate(merged)
     except (OmegaConfBaseException, UserError) as error:
