@@ -27,7 +27,6 @@ from focus_exp.training.focus_dual_fit.encoders import FitSequence, fit_encoders
 from focus_exp.training.focus_dual_fit.fit import (
     BudgetCurves,
     allocate_groups,
-    dual_methods,
     measure_curves,
     pruned_loss,
     rebalance,
@@ -37,6 +36,7 @@ from focus_exp.training.focus_dual_fit.importance import (
     ImportanceProbe,
     LossProbe,
     Observation,
+    fitted_methods,
     loss_changes,
     read_observations,
     record_observations,
@@ -143,11 +143,11 @@ def test_pruned_loss_equals_change_without_the_unread_groups(heads):
 def test_observations_hold_distant_pairs_and_leave_the_model_unchanged(family, tiny_model, tmp_path):
     model = attach_dual(tiny_model(family), window=3)
     before = copy_state(model)
-    (path,) = record_observations(model, dual_methods(model), random_sequences(1), FLOAT32, tmp_path)
+    (path,) = record_observations(model, fitted_methods(model), random_sequences(1), FLOAT32, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     totals = []
-    for layer in dual_methods(model):
+    for layer in fitted_methods(model):
         (observation,) = read_observations([path], layer)
         important = observation.fractions > 0
         lag = (torch.arange(T)[:, None, None] - observation.keys)[important]
@@ -249,7 +249,7 @@ def test_fit_with_one_encoder_trains_the_key_encoder(tiny_model, tmp_path):
     rows, _ = fit_attached(model, random_sequences(3), dual_config(encoders=1), FLOAT32, tmp_path, 0)
     lost = values(rows, "importance_lost_fraction")
     assert all(0 <= x <= 1 for x in lost)
-    for method in dual_methods(model).values():
+    for method in fitted_methods(model).values():
         assert {name for name, _ in method.named_parameters()} == {"key_encoder.weight", "key_encoder.bias"}
     weights = [name for name in before if name.endswith("key_encoder.weight")]
     assert len(weights) == len(lost)
@@ -266,7 +266,7 @@ def test_fit_with_one_encoder_trains_the_key_encoder(tiny_model, tmp_path):
 def test_curves_count_the_pairs_of_the_attached_method(family, heads, counts, tiny_model):
     model = attach_dual(tiny_model(family), heads=heads, top_k=2, counts=counts, window=3)
     sequences, kept = random_sequences(2), {}
-    for method in dual_methods(model).values():
+    for method in fitted_methods(model).values():
         method.worth.normal_()
         scores, _ = method.logits(torch.randn(1, T, len(method.mean)), torch.arange(T)[None])
         method.thresholds.copy_(score_thresholds(scores[0].detach()))
@@ -274,10 +274,10 @@ def test_curves_count_the_pairs_of_the_attached_method(family, heads, counts, ti
     def count(layer, method, selection, sequence):
         kept[layer] = method.count_pairs(selection, sequence)
 
-    curves = measure_curves(model, dual_methods(model), sequences, FLOAT32)
+    curves = measure_curves(model, fitted_methods(model), sequences, FLOAT32)
     with torch.no_grad(), observe_selections(model, count):
         model(torch.stack(sequences))
-    for layer, method in dual_methods(model).items():
+    for layer, method in fitted_methods(model).items():
         assert curves[layer].pairs.shape == curves[layer].lost.shape == (method.heads, GROUPS + 1)
         assert (curves[layer].lost[:, -1] == 0).all()
         assert (curves[layer].pairs[:, 0] == 0).all()
@@ -323,7 +323,7 @@ def test_fitted_queries_read_top_k_groups_on_average(counts, tiny_model, tmp_pat
 @pytest.mark.parametrize("changes", [{}, {"counts": "pair"}, {"encoders": 1}], ids=str)
 def test_rebalance_evens_groups_and_resets_thresholds(changes, tiny_model):
     model, sequences = attach_dual(tiny_model("llama"), **changes), random_sequences(8)
-    for method in dual_methods(model).values():
+    for method in fitted_methods(model).values():
         with torch.no_grad():
             method.key_encoder.bias[:, 0] += 1
     rebalance(model, sequences, FLOAT32)

@@ -167,7 +167,6 @@ FOLDERS = {
     "an unknown architecture": (lambda place: change_config(place, model_type="future"), ["future", "Transformers"]),
     "no model_type": (lambda place: change_config(place, model_type=None), ["model type"]),
     "no weights": (lambda place: (place / "model.safetensors").unlink(), ["its weights cannot be read"]),
-    "weights of NaN": (change_weight(lambda x: x * torch.nan), ["NaN"]),
     "a missing matrix": (change_weight(lambda x: None), ["up_proj.weight"]),
     "a matrix of another shape": (change_weight(lambda x: x[:8, :8].contiguous()), ["shape"]),
     "half of its weights": (cut("model.safetensors", -100), ["weights"]),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +27,11 @@ SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w+$")
 
 
-@dataclass(frozen=True)
-class LocalModel:
-    """The files of a local model.
-
-    folder: what `from_pretrained` reads, or contains `gguf`.
-    weights: the one weights file of the folder to read; None for the usual names.
-    gguf: the GGUF file to convert, if it is one.
-    """
-
-    folder: Path
-    weights: str | None = None
-    gguf: Path | None = None
-
-    @property
-    def hashed_files(self) -> list[Path]:
-        """List the files that decide what the model computes."""
-        if self.gguf:
-            return [self.gguf]
-        patterns = [self.weights] if self.weights else ["*.safetensors", "*.bin"]
-        return sorted(file for pattern in ("config.json", *patterns) for file in self.folder.glob(pattern))
-
-
-def find_local_model(path: str) -> LocalModel:
+def find_local_model(path: str) -> tuple[Path, Path | None]:
     """Find the model that `model.path` names: folder, .safetensors or .gguf.
+
+    Returns:
+        Its folder, and the one weights file to read; None for the usual names.
 
     Raises:
         UserError: there is no such model; names what was found and what to type.
@@ -64,14 +43,14 @@ def find_local_model(path: str) -> LocalModel:
             models = sorted([*place.rglob("*.gguf"), *(config.parent for config in place.glob("*/config.json"))])
             fix = f"Type model.path={models[0]}" if models else GIVE_PATH
             raise UserError(f"model.path={path}: the folder has no config.json (got {names}). {fix}.")
-        return LocalModel(place)
+        return place, None
     if not place.exists():
         hub = f", or model.hub_id={path} for the Hub" if HUB_ID.fullmatch(path) else ""
         raise UserError(f"model.path={path}: no such file or folder. {GIVE_PATH}{hub}.")
     if place.suffix == ".gguf":
         if SHARD.search(place.stem):
             raise UserError(f"model.path={path} is one shard of a GGUF. Merge them with llama-gguf-split --merge.")
-        return LocalModel(place.parent, gguf=place)
+        return place.parent, place
     if place.suffix != ".safetensors":
         raise UserError(f"model.path={path}: weights must be .safetensors or .gguf (got {place.name}). {GIVE_PATH}.")
     if not (place.parent / "config.json").is_file():
@@ -80,7 +59,7 @@ def find_local_model(path: str) -> LocalModel:
             "model next to it."
         )
     has_usual_name = place.stem == "model" or SHARD.search(place.stem)
-    return LocalModel(place.parent, weights=None if has_usual_name else place.name)
+    return place.parent, None if has_usual_name else place
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -96,22 +75,17 @@ def check_head(config: PreTrainedConfig, name: str) -> None:
 
 
 def check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) -> None:
-    """Raise UserError if weights are missing or not finite."""
+    """Raise UserError if weights are missing or of another shape."""
     saved, wanted = model.config.architectures or [], type(model).__name__
     missing = sorted(loading["missing_keys"])
     if missing and saved and wanted not in saved and not any(key in saved[0] for key in ("CausalLM", "LMHead")):
         raise UserError(f"{name} is a {saved[0]}, without the head of a {wanted} ({missing[0]}). {GIVE_CAUSAL}")
-    reasons = chain(
-        (f"{weight} is missing" for weight in missing),
-        (f"{weight} has another shape" for weight, *_ in sorted(loading["mismatched_keys"])),
-        (
-            f"{weight} has NaN or infinity"
-            for weight, p in model.named_parameters()
-            if not is_packed(p) and not p.isfinite().all()
-        ),
-    )
-    if reason := next(reasons, None):
-        raise UserError(f"{name}: its weights are damaged ({reason}). Get the model again, or give another model.path.")
+    reasons = [f"{weight} is missing" for weight in missing]
+    reasons += [f"{weight} has another shape" for weight, *_ in sorted(loading["mismatched_keys"])]
+    if reasons:
+        raise UserError(
+            f"{name}: its weights are damaged ({reasons[0]}). Get the model again, or give another model.path."
+        )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

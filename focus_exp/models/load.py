@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from huggingface_hub import hf_hub_download, model_info, snapshot_download
@@ -201,10 +201,11 @@ def from_pretrained(auto: Any, source: Source, **options: Any) -> Any:
 def find_source(cfg: ModelConfig, assets: str, cache: Path) -> Source | None:
     """Find the pretrained model that `cfg` names; None if it names none."""
     if cfg.path:
-        local = find_local_model(cfg.path)
+        folder, file = find_local_model(cfg.path)
         revision = hash_weights(cfg.path)
-        folder = gguf.convert_once(local.gguf, revision, cache) if local.gguf else local.folder
-        return Source(str(folder), {}, Provenance(cfg.path, cfg.path, "local", revision), local.weights)
+        if is_gguf(file):
+            folder, file = gguf.convert_once(file, revision, cache), None
+        return Source(str(folder), {}, Provenance(cfg.path, cfg.path, "local", revision), file and file.name)
     return find_hub_source(cfg.hub_id, cfg.revision, assets, cache) if cfg.hub_id else None
 
 
@@ -283,16 +284,24 @@ def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
     return select(json.loads(json.dumps(config.to_dict(), default=str)))
 
 
+def is_gguf(file: Path | None) -> TypeGuard[Path]:
+    return file is not None and file.suffix == ".gguf"
+
+
 def hash_weights(path: str) -> str:
     """Hash a local model's configuration and weights to twelve hex digits."""
-    return hash_files(find_local_model(path).hashed_files)
+    folder, file = find_local_model(path)
+    if is_gguf(file):
+        return hash_files([file])
+    patterns = ("config.json", *([file.name] if file else ["*.safetensors", "*.bin"]))
+    return hash_files(sorted(place for pattern in patterns for place in folder.glob(pattern)))
 
 
 def hash_tokenizer_files(path: str) -> str | None:
     """Hash the tokenizer files of a local model; None for a GGUF, whose weights file has them."""
-    local = find_local_model(path)
-    files = [local.folder / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS)]
-    return None if local.gguf else hash_files([file for file in files if file.is_file()])
+    folder, weights = find_local_model(path)
+    files = [folder / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS)]
+    return None if is_gguf(weights) else hash_files([file for file in files if file.is_file()])
 
 
 def hash_files(files: list[Path]) -> str:

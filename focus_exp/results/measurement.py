@@ -30,10 +30,9 @@ Metrics
                requests:<task>, distant_density:<task>, eval_seconds:<task>
     speed      latency_ms, speedup [x, reference full], peak_memory_bytes;
                settings: clock (kernels, attention, prefill, attention step, decode model), seq_len
-    routing    group_fraction [layer, group], dominance (largest group, mean over layers), dominance_worst,
-               dead_groups, dead_groups_worst, confidence, assignment_entropy, assignment_overlap (same group as at the
-               probe before); settings: phase, step
-    fits       importance, importance_lost_fraction, importance_lost_fraction_bound, distant_density,
+    routing    group_fraction [layer, group], dominance (largest group, mean over layers), dead_groups, confidence,
+               assignment_overlap (same group as at the probe before); settings: phase, step
+    fits       importance, importance_lost_fraction, distant_density_fit,
                groups_per_query [head]; settings: layer
     analysis   group_fraction, group_purity, word_class_fraction,
                purity, ami, router_agreement, passage_distant_density, pair_affinity, class_nll, class_nll_change

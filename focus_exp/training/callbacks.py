@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.focus import Focus
-from focus_exp.attention.router import entropy, follow_means, kmeans
+from focus_exp.attention.router import follow_means, kmeans
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import FocusConfig, PhaseConfig
 from focus_exp.data import SequenceDataset
@@ -85,9 +85,7 @@ class Metrics(Callback):
             leave=True, disable=not self.progress,
         )  # fmt: skip
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         assert isinstance(module, LanguageModelTask)
         self.losses.append(module.last_loss)
         step = trainer.global_step
@@ -143,9 +141,7 @@ class Checkpoint(Callback):
         self.received = signum
         log.warning("stopping after this step; send the signal again to stop at once")
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.fit_loop._should_accumulate():
             return
         # not into self.received: a signal that arrives during the all-reduce would be lost
@@ -208,9 +204,7 @@ class CentroidUpdates(Callback):
         self.last_step = trainer.global_step
         self._record()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         step = trainer.global_step
         if step == self.last_step:
             return
@@ -258,10 +252,10 @@ def probe_tokens(blocks: SequenceDataset) -> Tensor:
 class Probe(Callback):
     """Write router statistics before, every `every` steps during, and after a phase.
 
-    dominance(_worst): fraction of tokens in the largest group, mean (max) over layers.
-    dead_groups(_worst): groups with less than DEAD_FRACTION of the tokens, mean (max) over layers.
+    dominance: fraction of tokens in the largest group, mean over layers.
+    dead_groups: groups with less than DEAD_FRACTION of the tokens, mean over layers.
     assignment_overlap: fraction of tokens in the same group as at the previous probe (the paper's stability).
-    confidence, assignment_entropy: mean maximum and mean entropy [nats] of the tokens' assignments.
+    confidence: mean maximum of the tokens' assignments.
     """
 
     def __init__(
@@ -285,9 +279,7 @@ class Probe(Callback):
             self.lines.truncate(self.last_step)
         self.probe(trainer)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step % self.every == 0 or trainer.global_step == trainer.max_steps:
             self.probe(trainer)
 
@@ -341,19 +333,12 @@ def router_statistics(assignments: list[Tensor], groups: Tensor, previous: Tenso
     """
     count = assignments[0].shape[-1]
     loads = torch.stack([torch.bincount(g, minlength=count) / len(g) for g in groups])  # (layers, K)
-    largest, dead = loads.amax(-1), (loads < DEAD_FRACTION).float().sum(-1)
     return {
-        "dominance": largest.mean().item(),
-        "dominance_worst": largest.max().item(),
-        "dead_groups": dead.mean().item(),
-        "dead_groups_worst": dead.max().item(),
+        "dominance": loads.amax(-1).mean().item(),
+        "dead_groups": (loads < DEAD_FRACTION).float().sum(-1).mean().item(),
         "assignment_overlap": None if previous is None else (groups == previous).float().mean().item(),
         "confidence": float(np.mean([a.amax(-1).mean().item() for a in assignments])),
-        "assignment_entropy": float(np.mean([entropy(a).mean().item() for a in assignments])),
     }
-
-
-UNITS = {"dead_groups": "groups", "dead_groups_worst": "groups", "assignment_entropy": "nats"}  # else a fraction
 
 
 def read_probes(path: Path, phases: Mapping[str, PhaseConfig]) -> Iterator[Measurement]:
@@ -363,5 +348,5 @@ def read_probes(path: Path, phases: Mapping[str, PhaseConfig]) -> Iterator[Measu
         settings = {"phase": phase, "step": step, "trainable": phases[phase].trainable}
         for metric, value in line.items():
             if value is not None:
-                unit = UNITS.get(metric, "fraction")
+                unit = "groups" if metric == "dead_groups" else "fraction"
                 yield Measurement(variant="router", metric=metric, value=value, unit=unit, settings=settings)

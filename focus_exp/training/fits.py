@@ -25,7 +25,6 @@ from focus_exp.attention.key_gate import GateTraining, KeyGate
 from focus_exp.attention.options import FitOptions
 from focus_exp.config import DualConfig
 from focus_exp.models.load import fingerprint, select_numerics
-from focus_exp.models.methods import attached_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.storage import file_lock, remove, remove_stale_temp
@@ -35,6 +34,7 @@ from focus_exp.training.focus_dual_fit.fit import choose_budget, fit_dual_layer,
 from focus_exp.training.focus_dual_fit.importance import (
     Observation,
     count_fit_threads,
+    fitted_methods,
     load_or_compute,
     map_in_threads,
     read_observations,
@@ -57,11 +57,6 @@ FITS: dict[type[AttentionMethod], Callable[..., dict[str, Tensor] | None]] = {
 
 
 FORMAT = 5  # increase when the same inputs give another fit
-
-
-def fitted_methods(model: PreTrainedModel) -> dict[int, Any]:
-    """Return the attached methods that are fitted, by layer; a budget may have removed what is fitted."""
-    return {i: m for i, m in attached_methods(model).items() if hasattr(m, "mean")}
 
 
 @contextmanager

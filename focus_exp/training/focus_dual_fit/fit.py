@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import top_k_groups
 from focus_exp.config import DualConfig
-from focus_exp.models.methods import attached_methods, set_budget
+from focus_exp.models.methods import set_budget
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.training.focus_dual_fit.encoders import balance_keys, fit_encoders, fit_thresholds, score_thresholds
@@ -25,6 +25,7 @@ from focus_exp.training.focus_dual_fit.importance import (
     Observation,
     PairChanges,
     backpropagate,
+    fitted_methods,
     load_or_compute,
 )
 from focus_exp.training.precision import Precision
@@ -167,11 +168,6 @@ WITH_THRESHOLDS = ("query", "pair")  # values of `counts`
 CURVES = "curves-3"  # increase when the same encoders give other curves
 
 
-def dual_methods(model: PreTrainedModel) -> dict[int, FocusDual]:
-    """Return the attached methods that have encoders, by layer; a budget may have removed them."""
-    return {i: m for i, m in attached_methods(model).items() if isinstance(m, FocusDual) and hasattr(m, "mean")}
-
-
 def fit_dual_layer(
     method: FocusDual, observations: list[Observation], options: DualConfig, generator: torch.Generator
 ) -> dict[str, Tensor]:
@@ -256,7 +252,7 @@ def record_logits(
             position = torch.arange(h.shape[1], device=h.device) - sequence.start
             recorded.setdefault(method, []).append(method.logits(h, position))
 
-    handles = [m.register_forward_pre_hook(record) for m in dual_methods(model).values() if m.is_routed]
+    handles = [m.register_forward_pre_hook(record) for m in fitted_methods(model).values() if m.is_routed]
     run_forward(model, sequences, precision, description)
     for handle in handles:
         handle.remove()

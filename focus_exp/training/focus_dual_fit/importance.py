@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
-from focus_exp.models.methods import swap_methods
+from focus_exp.models.methods import attached_methods, swap_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
@@ -186,6 +186,11 @@ def loss_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         p = logits[rows].float().log_softmax(-1).exp_()
         gradient[rows] = p.scatter_add_(1, targets[rows, None], p.new_full((len(p), 1), -1.0))
     return gradient
+
+
+def fitted_methods(model: PreTrainedModel) -> dict[int, Any]:
+    """Return the attached methods that are fitted, by layer; a budget may have removed what is fitted."""
+    return {i: m for i, m in attached_methods(model).items() if hasattr(m, "mean")}
 
 
 def record_observations(
