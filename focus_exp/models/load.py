@@ -102,7 +102,7 @@ def load_model(
         check_vocabulary(tokenizer, config, source.provenance.requested)
         provenance = source.provenance
     else:
-        model, tokenizer, provenance = draw_weights(cfg, source, config, tokenizer, seed, dtype)
+        model, provenance = draw_weights(cfg, source, config, tokenizer, seed, dtype)
     return LoadedModel(model, tokenizer, replace(provenance, fingerprint=fingerprint(model)))
 
 
@@ -129,8 +129,8 @@ def draw_weights(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     dtype: torch.dtype,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Provenance]:
-    """Build a model with random weights, and the tokenizer that fits its vocabulary."""
+) -> tuple[PreTrainedModel, Provenance]:
+    """Build a model with random weights for a tokenizer."""
     if cfg.quantization != "none":
         raise UserError(
             f"model.quantization={cfg.quantization} needs pretrained weights, and {cfg.name} has random ones. Give "
@@ -141,17 +141,17 @@ def draw_weights(
     if substitution and cfg.architecture:
         substitution = f"tokenizer only: {substitution}"
     vocabulary = config.get_text_config().vocab_size
-    if source is not None and len(tokenizer) > vocabulary:
-        substitution = f"bytes stand in for the tokenizer of {cfg.hub_id or cfg.path}: it has {len(tokenizer)} tokens"
-        tokenizer = byte_tokenizer()
     if len(tokenizer) > vocabulary:
-        raise UserError(f"model {cfg.name}: architecture.vocab_size must be >= 257, for bytes (got {vocabulary}).")
+        raise UserError(
+            f"model {cfg.name}: architecture.vocab_size must be >= {len(tokenizer)}, the tokens of its tokenizer (got "
+            f"{vocabulary})."
+        )
     if tokenizer.eos_token_id != config.eos_token_id:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     shape = cfg.name if cfg.architecture or source is None else source.provenance.used
     used = f"random weights of {shape} (seed {seed}), vocabulary of {len(tokenizer)}"
     provenance = Provenance(cfg.hub_id or cfg.path or cfg.name, used, "random", substitution=substitution)
-    return random_model(config, seed, dtype), tokenizer, provenance
+    return random_model(config, seed, dtype), provenance
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, name: str) -> None:
@@ -205,7 +205,7 @@ def find_source(cfg: ModelConfig, assets: str, cache: Path) -> Source | None:
         revision = hash_weights(cfg.path)
         if is_gguf(file):
             folder, file = gguf.convert_once(file, revision, cache), None
-        return Source(str(folder), {}, Provenance(cfg.path, cfg.path, "local", revision), file and file.name)
+        return Source(str(folder), {}, Provenance(cfg.path, cfg.path, "local", revision), file.name if file else None)
     return find_hub_source(cfg.hub_id, cfg.revision, assets, cache) if cfg.hub_id else None
 
 

@@ -61,13 +61,13 @@ class StepLog:
 
 
 class Metrics(Callback):
-    """Write loss, learning rate and speed every `log_every` optimizer steps, and show a progress bar.
+    """Write loss, learning rate and speed every `log_every` optimizer steps, and move the progress bar.
 
     Everything but `seconds` and `tokens_per_second` is a function of config and seed.
     """
 
-    def __init__(self, lines: StepLog, log_every: int, tokens_per_step: int, progress: bool = False) -> None:
-        self.lines, self.log_every, self.tokens_per_step, self.progress = lines, log_every, tokens_per_step, progress
+    def __init__(self, lines: StepLog, log_every: int, tokens_per_step: int, bar: ProgressBar) -> None:
+        self.lines, self.log_every, self.tokens_per_step, self.bar = lines, log_every, tokens_per_step, bar
         self.losses: list[Tensor] = []  # since the last line, which may be older than the checkpoint
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,16 +80,12 @@ class Metrics(Callback):
         self.lines.truncate(trainer.global_step)
         self.began = self.last = time.perf_counter()
         self.last_step = trainer.global_step
-        self.bar = ProgressBar(
-            total=trainer.max_steps, initial=trainer.global_step, desc=f"training {self.lines.phase}", unit="step",
-            leave=True, disable=not self.progress,
-        )  # fmt: skip
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         assert isinstance(module, LanguageModelTask)
         self.losses.append(module.last_loss)
         step = trainer.global_step
-        if self.progress:
+        if not self.bar.disable:
             self.bar.set_postfix(loss=f"{module.last_loss.item():.3f}", refresh=False)
             self.bar.update(step - self.bar.n)
         if trainer.fit_loop._should_accumulate() or step == self.last_step or step % self.log_every:
@@ -106,13 +102,6 @@ class Metrics(Callback):
         run_tokens = (self.lines.first_step + step) * self.tokens_per_step
         self.lines.write(trainer, step, values, "train", phase=self.lines.phase, tokens=run_tokens)
         self.losses, self.last, self.last_step = [], now, step
-
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.bar.close()
-
-    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
-        if hasattr(self, "bar"):
-            self.bar.close()
 
 
 class Checkpoint(Callback):

@@ -23,6 +23,7 @@ from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import SequenceDataset, make_loader
 from focus_exp.data.loader import split_step
 from focus_exp.models.methods import attached_methods, find_routers, temporary_attributes
+from focus_exp.progress import ProgressBar
 from focus_exp.results.metrics import METRICS
 from focus_exp.training.callbacks import (
     PROBES,
@@ -111,9 +112,13 @@ def train_phase(
     if every is None:
         every = max(1, phase.steps // PROBES_PER_PHASE)
     callbacks: list[pl.Callback] = []
+    bar = ProgressBar(
+        total=phase.steps, initial=steps.start, desc=f"training {name}", unit="step", leave=True,
+        disable=not (settings.progress and steps),
+    )  # fmt: skip
     if is_main():
         metrics = StepLog(folder / METRICS, name, first_step)
-        callbacks += [Metrics(metrics, settings.log_every, tokens_per_step(config), settings.progress)]
+        callbacks += [Metrics(metrics, settings.log_every, tokens_per_step(config), bar)]
     if config.has_router:
         callbacks += [CentroidUpdates(model, config.focus)]
     if probed is not None and every and find_routers(model):
@@ -143,6 +148,7 @@ def train_phase(
     # what callbacks set in routers
     state = {"projected": None, "gate_steepness": config.focus.gate_steepness} if config.has_router else {}
     with (
+        bar,
         temporary_attributes(find_routers(model).values(), **state),
         gather_batches(model, split),
         checkpoint_layers(model, settings.gradient_checkpointing),
