@@ -218,7 +218,6 @@ class TrainerConfig:
     strategy: str = option("auto", choices=("auto", "single", "ddp", "fsdp"))
     devices: int = option(1, least=1)
     num_nodes: int = option(1, least=1)
-    cpu_offload: bool = option(False)
 
 
 @dataclass

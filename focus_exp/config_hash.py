@@ -20,7 +20,7 @@ NOT_HASHED = (
 MODEL_NOT_HASHED = ("dtype", "paper")
 TRAINER_NOT_HASHED = (
     *("name", "log_every", "progress", "checkpoint_every", "probe_every"),
-    *("strategy", "devices", "num_nodes", "cpu_offload"),
+    *("strategy", "devices", "num_nodes"),
 )
 ADAPTER = ("method", "options", "layers")  # keys of its description that determine its output
 

@@ -41,6 +41,7 @@ RENAMED: dict[str, str | None] = {
     "report.folder": None,
     "bench.list": None,
     "trainer.keep_checkpoints": None,
+    "trainer.cpu_offload": None,
     "reproduce.minutes": None,
     "reproduce.publish": None,
     "model.trained_by": "model.base_run",

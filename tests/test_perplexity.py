@@ -146,7 +146,7 @@ def measure(tiny_model, tmp_path) -> Callable[..., PerplexityEvaluator]:
         blocks = SequenceDataset(random_stream([7 * T, 3 * T, 5 * T]), T, cross_documents=True)
         evaluator = PerplexityEvaluator(model, blocks, config, FLOAT32, tmp_path / folder)
         evaluator.measure_base()
-        attach_method(model, config, FLOAT32)
+        attach_method(model, config)
         prepare(model)
         evaluator.measure_attached(on_round=on_round and partial(on_round, evaluator))
         return evaluator

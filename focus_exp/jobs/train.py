@@ -42,7 +42,6 @@ from focus_exp.training.distributed import (
     check_strategy,
     is_main,
     is_sharded,
-    place_attached,
     process_group,
     run_on_rank_zero,
     sequential_by_rank,
@@ -50,7 +49,7 @@ from focus_exp.training.distributed import (
 from focus_exp.training.fits import fit_attached
 from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases
-from focus_exp.training.precision import Precision, choose_device
+from focus_exp.training.precision import choose_device
 from focus_exp.training.warm_start import calibrate, temporary_calibration, warm_start
 
 TRIALS = "tries"  # experiment of the learning-rate trials
@@ -86,7 +85,7 @@ def train(config: Config) -> None:
         has_lora = tuned.recipe.trains("lora")  # which cannot be switched off
         if has_lora:
             run_on_rank_zero(model, setup.measure_base)
-        attach_method(model, tuned, run.precision)
+        attach_method(model, tuned)
         if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
             print(CostEstimator(tuned, setup.perplexity, sequences, [*fitted.values()]).estimate())
         if not has_lora:
@@ -148,14 +147,14 @@ def load_or_fit_router(run: Run, setup: Setup) -> bool:
         load_trained(run, model)
         return True
     sequences = training_sequences(config, setup) if trains_router(config) else None
-    attach_method(model, config, run.precision)
+    attach_method(model, config)
     run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
     if sequences is not None:
         fit(run, model, sequences)
     return sequences is not None
 
 
-def attach_method(model: PreTrainedModel, config: Config, precision: Precision) -> None:
+def attach_method(model: PreTrainedModel, config: Config) -> None:
     """Attach the method and LoRA that the configuration names."""
     lora = config.recipe.lora
     if config.attention.method != "full":
@@ -171,7 +170,6 @@ def attach_method(model: PreTrainedModel, config: Config, precision: Precision) 
             f"{description['name']} on {', '.join(description['target_modules'])}: "
             f"{count_trainable(model, config):,} parameters (a router of {lora.router_groups} groups: {router:,})"
         )
-    place_attached(model, precision.device)
 
 
 def fit(

@@ -22,7 +22,7 @@ from pytorch_lightning.plugins.environments import SLURMEnvironment
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -255,10 +255,6 @@ def check_strategy(config: Config, device: torch.device) -> None:
     rules = [
         (strategy == "single" and count > 1, f"trainer.devices must be 1 with trainer.strategy=single (got {count} "
          "processes). Use ddp or fsdp."),
-        (settings.cpu_offload and not sharded, "trainer.cpu_offload=true needs trainer.strategy=fsdp (got "
-         f"{strategy}). Use fsdp."),
-        (settings.cpu_offload and not is_cuda, f"trainer.cpu_offload=true needs a GPU (got {device.type}). Use "
-         "trainer.cpu_offload=false."),
         (balanced and count > 1, f"attention.balance_loss must be 0 with {count} processes, each of which sees a part "
          "of the batch. Use trainer.devices=1."),
         (fitted and sharded, "attention.calibration_sequences must be 0 with trainer.strategy=fsdp: "
@@ -280,7 +276,7 @@ def check_strategy(config: Config, device: torch.device) -> None:
 def place_base(model: PreTrainedModel, config: Config, device: torch.device) -> None:
     """Move a loaded base to this process's device, or its shard with fsdp."""
     if active_strategy(config.trainer) == "fsdp":
-        shard(model, config.trainer, device)
+        shard(model, device)
     else:
         move_to_device(model, device)
 
@@ -291,24 +287,13 @@ def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
         nn.Module.to(model, device)
 
 
-def shard(model: PreTrainedModel, settings: TrainerConfig, device: torch.device) -> None:
+def shard(model: PreTrainedModel, device: torch.device) -> None:
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    # embeddings and head, the rest of the root, stay on the device: `model.device` says where batches go
-    offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=mesh, offload_policy=offload)
+        fully_shard(layer, mesh=mesh)
     # after a forward pass too, so that whoever reads the parameters gets shards
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-
-
-def place_attached(model: PreTrainedModel, device: torch.device) -> None:
-    """Move routers and LoRA to `device`; the weights next to them may wait in main memory."""
-    for method in attached_methods(model).values():
-        method.to(device)
-    for name, parameter in model.named_parameters():
-        if is_trainable(name, "lora"):
-            parameter.data = parameter.data.to(device)
 
 
 def lightning_strategy(settings: TrainerConfig) -> Strategy | str:
