@@ -156,13 +156,11 @@ def stdin(monkeypatch):
 
     def give(data: bytes):
         texts.read_stdin.cache_clear()
-        texts.hash_content.cache_clear()
         buffer = io.BytesIO(data)
         monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=buffer))
 
     yield give
     texts.read_stdin.cache_clear()
-    texts.hash_content.cache_clear()
 
 
 def test_load_corpus_stdin_is_one_document(tmp_path, stdin):

@@ -73,7 +73,7 @@ def prepare(run: Run) -> Setup:
     """
     config, cache = run.config, cache_root(run.config.cache_dir)
     if config.data.source == "files":  # checked before a model is downloaded or trained
-        find_texts(config.data.files)
+        find_texts(str(config.data.files))
     loaded = load_model(
         train_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=run.precision.weights,
         from_scratch=config.recipe.from_scratch,
