@@ -29,7 +29,7 @@ from focus_exp.models.methods import find_routers, observe_selections, temporary
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.metrics import read_metrics, write_metrics
-from focus_exp.training.distributed import all_reduce_max, is_main
+from focus_exp.training.distributed import all_gather_tensor, all_reduce_max, broadcast_object, is_main
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
 
@@ -138,6 +138,7 @@ class Checkpoint(Callback):
         done = trainer.global_step == trainer.max_steps
         if received is not None or done or trainer.global_step % self.every == 0:
             trainer.save_checkpoint(self.path)
+            broadcast_object(None)  # once process 0 has written it
         if received is not None and not done:
             self.received = received
             raise Interrupted(received, f"at step {trainer.global_step} of {trainer.max_steps}")
@@ -202,11 +203,9 @@ class CentroidUpdates(Callback):
         due = self.update == "ema" or (step % self.every == 0 and step < trainer.max_steps)
         for layer, method in self.methods.items() if due else ():
             assert method.projected is not None
-            tokens = module.all_gather(torch.stack(method.projected))  # (batches, N, R), or (processes, batches, N, R)
-            assert isinstance(tokens, Tensor)
-            if tokens.ndim > 3:  # the order of a single process: k-means starts from some of them
-                tokens = tokens.transpose(0, 1)
-            self._move(method, tokens.flatten(0, -2), seed=step + 1_000_003 * layer)
+            tokens = all_gather_tensor(torch.stack(method.projected))  # (batches, N, R) by process
+            # in the order of a single process: k-means starts from some of them
+            self._move(method, torch.stack(tokens, 1).flatten(0, -2), seed=step + 1_000_003 * layer)
         self._record()
 
     @torch.no_grad()
@@ -264,7 +263,7 @@ class Probe(Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         resumed = self.groups is not None
         self.last_step = trainer.global_step if resumed else -1
-        if trainer.is_global_zero:
+        if is_main():
             self.lines.truncate(self.last_step)
         self.probe(trainer)
 
@@ -282,7 +281,7 @@ class Probe(Callback):
         groups = torch.stack([assignment.argmax(-1) for assignment in assignments])
         statistics = router_statistics(assignments, groups, self.groups)
         self.groups = groups
-        if trainer.is_global_zero:
+        if is_main():
             self.lines.write(trainer, step, statistics, "probe")
 
 

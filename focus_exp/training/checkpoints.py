@@ -11,6 +11,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 
 from focus_exp.errors import first_line
 from focus_exp.storage import atomic_write
+from focus_exp.training.distributed import is_main, world_size
 
 
 def checkpoint_path(folder: Path, phase: str) -> Path:
@@ -18,10 +19,12 @@ def checkpoint_path(folder: Path, phase: str) -> Path:
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Write checkpoints atomically."""
+    """Write checkpoints atomically, by process 0: Lightning knows of no other where the model is sharded."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
+        if not is_main():
+            return
         with atomic_write(path) as temporary:
             try:
                 with temporary.open("wb") as file:
@@ -30,6 +33,9 @@ class CheckpointIO(TorchCheckpointIO):
                 if isinstance(reason := error.__context__, OSError):
                     raise OSError(reason.errno, reason.strerror, str(path)) from error
                 raise
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> dict[str, Any]:
+        return read_checkpoint(Path(path), mmap=world_size() > 1)  # the processes of a node read it once
 
 
 def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:

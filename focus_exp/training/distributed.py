@@ -13,18 +13,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.environments import SLURMEnvironment
-from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -34,7 +31,6 @@ from focus_exp.data.loader import StepSplit, split_step
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.load import gather_tensor
 from focus_exp.models.methods import attached_methods, is_trainable, temporary_attributes
-from focus_exp.training.checkpoints import read_checkpoint
 
 EVALUATION_TIMEOUT = timedelta(days=30)
 FORWARD, DONE, FAILED = "forward", "done", "failed"  # what process 0 tells the others
@@ -173,6 +169,15 @@ def all_reduce_mean(value: Tensor) -> Tensor:
     return total / world_size()
 
 
+def all_gather_tensor(value: Tensor) -> list[Tensor]:
+    """Return the tensors of all processes by rank; they have one shape."""
+    if world_size() == 1:
+        return [value]
+    values = [torch.empty_like(value) for _ in range(world_size())]
+    dist.all_gather(values, value.contiguous())
+    return values
+
+
 def all_gather_object(value: Any) -> list[Any]:
     """Return the values of all processes by rank."""
     if world_size() == 1:
@@ -274,16 +279,10 @@ def check_strategy(config: Config, device: torch.device) -> None:
 
 
 def place_base(model: PreTrainedModel, config: Config, device: torch.device) -> None:
-    """Move a loaded base to this process's device, or its shard with fsdp."""
+    """Move a loaded base to this process's device, or its shard with fsdp; quantized weights are there."""
     if active_strategy(config.trainer) == "fsdp":
         shard(model, device)
-    else:
-        move_to_device(model, device)
-
-
-def move_to_device(model: PreTrainedModel, device: torch.device) -> None:
-    """Move a model to `device` unless it is sharded or quantized, which stay where they are."""
-    if not is_sharded(model) and not getattr(model, "is_quantized", False):
+    elif not getattr(model, "is_quantized", False):
         nn.Module.to(model, device)
 
 
@@ -296,60 +295,13 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def lightning_strategy(settings: TrainerConfig) -> Strategy | str:
-    """Return the strategy for the Trainer; "auto" is a single device."""
-    strategies: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": ShardedStrategy}
-    name = active_strategy(settings)
-    return strategies[name]() if name in strategies else "auto"
-
-
-class ShardedStrategy(ModelParallelStrategy):
-    """FSDP2 on a sharded model, with the checkpoints of a single process: the trained part, gathered.
-
-    Lightning's own would gather the frozen base too, and number the optimizer states differently.
-    """
-
-    lightning_restore_optimizer = True
-
-    def __init__(self) -> None:
-        super().__init__(data_parallel_size=world_size(), tensor_parallel_size=1, save_distributed_checkpoint=False)
-
-    def model_to_device(self) -> None:
-        """Do nothing: `place_base` has placed it."""
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        module: Any = self.lightning_module
-        state = module.model.state_dict()
-        return {f"model.{name}": gather_tensor(state[name]).cpu() for name in state if module.changes(name)}
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return read_checkpoint(Path(checkpoint_path), mmap=True)
-
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        module: Any = self.lightning_module
-        current = module.state_dict()
-        state = {name: shard_like(current[name], tensor) for name, tensor in checkpoint["state_dict"].items()}
-        module.load_state_dict(state, strict=strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = getattr(optimizer, "_optimizer", optimizer).state_dict()
-        state["state"] = {
-            index: {
-                name: gather_tensor(value).cpu() if isinstance(value, Tensor) else value
-                for name, value in values.items()
-            }
-            for index, values in state["state"].items()
-        }
-        return dict(state)
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for index, values in saved["state"].items():
-                parameter = parameters[index]
-                for name, value in values.items():
-                    values[name] = shard_like(parameter, value) if value.shape == parameter.shape else value
-            optimizer.load_state_dict(saved)
+def gather_state(state: Any) -> Any:
+    """Gather the sharded tensors in nested dicts and lists; all processes must call this."""
+    if isinstance(state, dict):
+        return {key: gather_state(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [gather_state(value) for value in state]
+    return gather_tensor(state).cpu() if isinstance(state, DTensor) else state
 
 
 def shard_like(reference: Tensor, tensor: Tensor) -> Tensor:
@@ -399,8 +351,7 @@ def gather_batches(model: PreTrainedModel, share: StepSplit) -> Iterator[None]:
     split = world_size() // share.parallel
 
     def gather(rows: Tensor) -> tuple[list[Tensor], int]:
-        parts = [torch.empty_like(rows) for _ in range(world_size())]
-        dist.all_gather(parts, rows.contiguous())
+        parts = all_gather_tensor(rows)
         return [torch.cat(parts[i : i + split]) for i in range(0, world_size(), split)], rank() // split
 
     methods = attached_methods(model).values() if world_size() > 1 else ()

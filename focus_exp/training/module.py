@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import pytorch_lightning as pl
 import torch
@@ -20,9 +20,11 @@ from focus_exp.training.distributed import (
     all_gather_object,
     all_reduce_mean,
     average_gradients,
+    gather_state,
     global_norm,
     is_sharded,
     rank,
+    shard_like,
 )
 
 
@@ -84,12 +86,12 @@ class LanguageModelTask(pl.LightningModule):
                 "Lower recipe.phases.*.learning_rate or trainer.gradient_clip."
             )
 
-    def configure_model(self) -> None:
-        """Do nothing: ModelParallelStrategy asks for it, and a sharded base was sharded when loaded."""
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Do nothing: `place_base` has placed the model, and it stays there when Lightning tears down."""
+        return self
 
-    def cpu(self) -> LanguageModelTask:
-        """Leave quantized weights on their device when Lightning tears down."""
-        return self if getattr(self.model, "is_quantized", False) else super().cpu()
+    def cpu(self) -> Self:
+        return self
 
     def changes(self, name: str) -> bool:
         """Return whether a step may change `name`; methods move buffers whatever is trained."""
@@ -110,7 +112,9 @@ class LanguageModelTask(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name: state[name] for name in state if self.changes(name.removeprefix("model."))}
+        state = {name: state[name] for name in state if self.changes(name.removeprefix("model."))}
+        optimizer_states = gather_state(checkpoint["optimizer_states"])
+        checkpoint.update(state_dict=gather_state(state), optimizer_states=optimizer_states)
         random_state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state()
@@ -120,6 +124,14 @@ class LanguageModelTask(pl.LightningModule):
         required = {f"model.{name}" for name in self.trainable_names}
         if missing := sorted(required - set(checkpoint["state_dict"])):
             raise UserError(f"the checkpoint has no {missing[0]}, which is trained. Start again with overwrite=true.")
+        current = self.state_dict()
+        for name, tensor in checkpoint["state_dict"].items():
+            checkpoint["state_dict"][name] = shard_like(current[name], tensor)
+        parameters = sorted(self.trainable_parameters(), key=lambda p: p.ndim < 2)  # as in configure_optimizers
+        for index, values in checkpoint["optimizer_states"][0]["state"].items():
+            for name, tensor in values.items():
+                if tensor.shape == parameters[index].shape:
+                    values[name] = shard_like(parameters[index], tensor)
         states = checkpoint["random_states"]
         # an additional process keeps its freshly seeded state
         self._random_state = states[rank()] if rank() < len(states) else None

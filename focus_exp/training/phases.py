@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from torch import Tensor
@@ -37,11 +38,10 @@ from focus_exp.training.callbacks import (
 )
 from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path, read_checkpoint
 from focus_exp.training.distributed import (
+    active_strategy,
     broadcast_object,
     gather_batches,
     is_main,
-    lightning_strategy,
-    move_to_device,
     rank,
     world_size,
 )
@@ -126,11 +126,13 @@ def train_phase(
     callbacks += [Checkpoint(saved, settings.checkpoint_every)]
     if config.has_router and config.focus.gate_steepness_start is not None:
         callbacks += [GateAnnealing(config.focus.gate_steepness_start, config.focus.gate_steepness)]
+    # to Lightning each process is the only one, unless they have copies of the model
+    is_cuda, is_ddp = precision.device.type == "cuda", active_strategy(settings) == "ddp"
     trainer = pl.Trainer(
-        accelerator="gpu" if precision.device.type == "cuda" else "cpu",
-        strategy=lightning_strategy(settings),
-        devices=settings.devices if world_size() > 1 else 1,
-        num_nodes=settings.num_nodes if world_size() > 1 else 1,
+        accelerator="gpu" if is_cuda else "cpu",
+        strategy="ddp" if is_ddp else "auto",
+        devices=settings.devices if is_ddp else [torch.cuda.current_device()] if is_cuda else 1,
+        num_nodes=settings.num_nodes if is_ddp else 1,
         precision=precision.lightning,
         max_steps=phase.steps,
         max_epochs=-1,
@@ -154,8 +156,6 @@ def train_phase(
         checkpoint_layers(model, settings.gradient_checkpointing),
     ):
         trainer.fit(task, loader, ckpt_path=saved if resume else None, weights_only=True)
-    # Lightning leaves the model on the CPU
-    move_to_device(model, precision.device)
     model.eval()
 
 
