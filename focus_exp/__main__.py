@@ -93,12 +93,10 @@ def catch_errors(work: Callable[[], None]) -> int:
     """
     try:
         work()
-    except UserError as error:
+    except (UserError, YAMLError) as error:  # YAMLError: of a file in --config-dir; it has file, line and column
         return fail(str(error))
     except (HydraException, OmegaConfBaseException) as error:
         return fail(explain_error(error))
-    except YAMLError as error:  # of a file in --config-dir; it has file, line and column
-        return fail(str(error))
     except JobFailed as failure:
         print("error: a job of the sweep failed, for the reason above or in <runs_dir>/.sweeps", file=sys.stderr)
         return failure.code

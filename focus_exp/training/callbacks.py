@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -305,9 +305,9 @@ def route_tokens(model: PreTrainedModel, tokens: Tensor, precision: Precision) -
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put all modules in eval mode, with gates as hard as `train_with` has them."""
-    with temporary_attributes(model.modules(), training=False), ExitStack() as stack:
-        for method in find_routers(model).values():
-            stack.enter_context(temporary_attributes([method], hard=method.train_with == "hard"))
+    routers = list(find_routers(model).values())
+    is_hard = any(router.train_with == "hard" for router in routers)
+    with temporary_attributes(model.modules(), training=False), temporary_attributes(routers, hard=is_hard):
         yield
 
 
