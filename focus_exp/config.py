@@ -101,7 +101,7 @@ def find_schema(method: str) -> type[AttentionConfig]:
 
 
 def build_attention(values: dict[str, Any]) -> AttentionConfig:
-    """Return attention.* of `values["method"]`; OmegaConf refuses options that the method does not have."""
+    """Return attention.* under the schema of `values["method"]`, which refuses other options."""
     schema = OmegaConf.create({"attention": OmegaConf.structured(find_schema(values["method"]))})
     attention = OmegaConf.to_object(OmegaConf.merge(schema, {"attention": values}).attention)
     assert isinstance(attention, AttentionConfig)
@@ -346,7 +346,7 @@ class Config:
 
 @dataclass
 class ComposedConfig(Config):
-    """What Hydra composes; `checks.parse` knows the method, and with it the schema of attention.*."""
+    """Configuration as Hydra composes it, to which `checks.parse` adds the schema of attention.*."""
 
     attention: Any = MISSING
 

@@ -47,9 +47,10 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
 ) -> DataLoader:
-    """Return this process's batches of `steps`, in a permutation of (seed, epoch) that is cut to whole steps.
+    """Return this process's batches of `steps`, in an order of (seed, epoch).
 
-    The items of a step do not depend on `world_size`: each process takes as many as fit its batch in turn.
+    An epoch is a permutation that is cut to whole steps. The items of a step do not depend on `world_size`: each
+    process takes as many as fit its batch in turn.
 
     Args:
         batch_size, accumulate: of all processes together.

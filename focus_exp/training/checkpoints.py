@@ -19,7 +19,7 @@ def checkpoint_path(folder: Path, phase: str) -> Path:
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Write checkpoints atomically, by process 0: Lightning knows of no other where the model is sharded."""
+    """Write checkpoints atomically, by process 0 alone."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)

@@ -279,10 +279,10 @@ def check_strategy(config: Config, device: torch.device) -> None:
 
 
 def place_base(model: PreTrainedModel, config: Config, device: torch.device) -> None:
-    """Move a loaded base to this process's device, or its shard with fsdp; quantized weights are there."""
+    """Move a loaded base to this process's device, or its shard with fsdp."""
     if active_strategy(config.trainer) == "fsdp":
         shard(model, device)
-    elif not getattr(model, "is_quantized", False):
+    elif not getattr(model, "is_quantized", False):  # which is there
         nn.Module.to(model, device)
 
 
@@ -296,7 +296,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def gather_state(state: Any) -> Any:
-    """Gather the sharded tensors in nested dicts and lists; all processes must call this."""
+    """Gather sharded tensors in nested dicts and lists; all processes must call this."""
     if isinstance(state, dict):
         return {key: gather_state(value) for key, value in state.items()}
     if isinstance(state, list):

@@ -87,7 +87,7 @@ class LanguageModelTask(pl.LightningModule):
             )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Do nothing: `place_base` has placed the model, and it stays there when Lightning tears down."""
+        """Do nothing: the model stays where `place_base` has put it."""
         return self
 
     def cpu(self) -> Self:
