@@ -58,11 +58,10 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     Raises:
         UserError: the text is missing, unreadable or unavailable under the policy `assets`.
     """
-
-    def token_folder(source: Source) -> Path:
-        caps = [cfg.max_train_tokens, cfg.max_test_tokens]
-        key = json.dumps([TOKEN_FORMAT, source.identity, hash_tokenizer(tokenizer), caps], sort_keys=True)
-        return cache / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    source = find_source(cfg, assets, cache)
+    caps = [cfg.max_train_tokens, cfg.max_test_tokens]
+    key = json.dumps([TOKEN_FORMAT, source.identity, hash_tokenizer(tokenizer), caps], sort_keys=True)
+    folder = cache / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def tokenize(folder: Path) -> None:
         provenance, read = source.open()
@@ -71,8 +70,6 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
             write_stream(folder, split, read(split), tokenizer, limit)
         (folder / "provenance.json").write_text(json.dumps(asdict(provenance)), encoding="utf-8")
 
-    source = find_source(cfg, assets, cache)
-    folder = token_folder(source)
     build_once(folder, tokenize)
     # files may have moved since they were tokenized
     stored = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
@@ -85,8 +82,7 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     streams = [read_stream(folder, split, f"{split} split of {provenance.used}") for split in SPLITS]
     counts = ", ".join(f"{len(stream.documents)} {split}" for split, stream in zip(SPLITS, streams, strict=True))
     log.info("data: %s, documents: %s", provenance.used, counts)
-    train, validation, test = streams
-    return Corpus(train, validation, test, provenance)
+    return Corpus(*streams, provenance)
 
 
 def requested_name(cfg: DataConfig) -> str:
