@@ -45,13 +45,13 @@ def parse(composed: DictConfig) -> Config:
     Raises:
         UserError, OmegaConfBaseException: naming key, value and what to type instead.
     """
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise UserError(f"{missing[0]} must have a value. Type {missing[0]}=...")
     # refuses keys that no schema has: +key=value may have added some
     schema = OmegaConf.structured(ComposedConfig)
     composed = cast(DictConfig, OmegaConf.merge(schema, OmegaConf.to_container(composed)))
     if unknown := sorted(set(map(str, composed.budget)) - set(shipped("budget")["base"])):
         raise UserError(unknown_key_reason(f"budget.{unknown[0]}"))
-    if missing := sorted(OmegaConf.missing_keys(composed)):
-        raise UserError(f"{missing[0]} must have a value. Type {missing[0]}=...")
     name, method = composed.attention.name, composed.attention.method
     if shipped("attention").get(name, {"method": method})["method"] != method:
         raise UserError(

@@ -64,8 +64,9 @@ MODELS = [
      "files of the model next to it."),
     ("/x.bin", lambda place: write_files(place, x_bin=b""), "weights must be .safetensors or .gguf (got x.bin). "
      f"{SAVED}"),
-    ("/x.gguf", lambda place: write_files(place, x_gguf=b"PK.."), "must be a GGUF file (it begins with b'PK..'). Give "
-     "another model.path."),
+    ("/x.gguf", lambda place: write_files(place, x_gguf=b"PK.."), "its weights cannot be converted (PLACE/x.gguf does "
+     "not start with the GGUF magic bytes, so it is not a GGUF file.). Download it again, or give the folder of the "
+     "original model with model.path, or its model.hub_id."),
 ]  # fmt: skip
 
 # data.files below PLACE: what is there, and the documents by split or the error
