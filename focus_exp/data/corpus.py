@@ -82,7 +82,8 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     streams = [read_stream(folder, split, f"{split} split of {provenance.used}") for split in SPLITS]
     counts = ", ".join(f"{len(stream.documents)} {split}" for split, stream in zip(SPLITS, streams, strict=True))
     log.info("data: %s, documents: %s", provenance.used, counts)
-    return Corpus(*streams, provenance)
+    train, validation, test = streams
+    return Corpus(train, validation, test, provenance)
 
 
 def requested_name(cfg: DataConfig) -> str:
