@@ -96,21 +96,15 @@ def frontier(points: pd.DataFrame) -> Figure | None:
 def name_curves(ax: Axes) -> None:
     """Write the name of each curve to the right of its end, a line apart from the next."""
     handles, names = ax.get_legend_handles_labels()
-    lines = [handle.lines[0] for handle in handles]
+    lines = [handle.lines[0] for handle in handles]  # type: ignore[attr-defined]  # of error bars
     ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines]
     heights = [72 / ax.figure.dpi * ax.transData.transform(end)[1] for end in ends]
     lowest = -np.inf
-    for height, name, line, end in sorted(zip(heights, names, lines, ends, strict=True), key=lambda each: each[0]):
+    for height, name, line, end in sorted(zip(heights, names, lines, ends, strict=True), key=lambda curve: curve[0]):
         lowest = max(height, lowest + 10)
         ax.annotate(
             name, end, (7, lowest - height), textcoords="offset points", color=line.get_color(), fontsize=8, va="center"
         )
-
-
-def add_legend(figure: Figure, ax: Axes) -> None:
-    """Name the curves of `ax`, which are those of every panel, below the panels."""
-    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
@@ -170,7 +164,8 @@ def speed_by_length(table: pd.DataFrame) -> Figure | None:
         ax.xaxis.set_minor_locator(NullLocator())
         set_ticks(ax.yaxis)
     axes.flat[0].set(ylabel="speedup (above 1: faster)")
-    add_legend(figure, axes.flat[0])
+    handles = dict(zip(*reversed(axes.flat[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
 
 

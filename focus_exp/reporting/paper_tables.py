@@ -151,8 +151,7 @@ class Entry:
     def behind(self, run: str) -> list[Row]:
         """Return the measurements whose sparsity the row reports."""
         columns = [c for c in self.spec.columns if c.name.startswith(("ppl", "speedup")) and not c.origin]
-        columns = columns or [Column("ppl", "PPL", {"metric": "perplexity"})]
-        rows = [self.measurement(run, column) for column in columns]
+        rows = [self.measurement(run, column) for column in columns or [Column("ppl", "PPL", {"metric": "perplexity"})]]
         unique = {(row.source, row.name, row.variant, row.phase, row.groups): row for row in rows if row}
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
 
