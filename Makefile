@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install retrofit reproduce-embedded report test test-all architectures peers faults smoke slurm sanitize gpu gpu-models lint format types clean
+.PHONY: help install retrofit reproduce-embedded report test test-all architectures faults smoke slurm sanitize gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,9 +65,6 @@ test-all: $(TESTED) ## the same with those that take long
 
 architectures: $(STAMP)-dev ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
 	$(VENV)/bin/python tests/architectures.py $(ARGS)
-
-peers: $(TESTED) ## tests of transformers and PEFT on models with Focus attached: tests/peers.md; ARGS='--checkout FOLDER'
-	PYTHONPATH=. $(VENV)/bin/python tests/peers.py $(ARGS)
 
 faults: $(TESTED) ## kill, fill and damage tiny runs in 50 ways; each resumes to the same record
 	$(RUN) pytest -n $(JOBS) tests/test_faults.py $(ARGS)

@@ -1,4 +1,4 @@
-"""A sample of the tests of transformers and PEFT (outcome of all: tests/peers.md) on attached models."""
+"""What tests of transformers and PEFT expect of a model, on models with Focus attached."""
 
 import copy
 from collections.abc import Callable
