@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from focus_exp import attach, set_routing
 from focus_exp import config as schema
 from focus_exp.checks import parse
 from focus_exp.config import Config, conf_dir, register_schemas
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
+from focus_exp.training.callbacks import Checkpoint
 
 CONF = Path(conf_dir())
 GROUPS = ("attention", "recipe", "model", "data", "eval")
@@ -137,6 +141,38 @@ def make_tokens(batch: int = 2, length: int = 40, seed: int = 0) -> Tensor:
 def compute_logits(model: PreTrainedModel, tokens: Tensor | None = None, **options: Any) -> Tensor:
     """Compute the logits of `make_tokens()`, or of others, without a cache."""
     return model(make_tokens() if tokens is None else tokens, **{"use_cache": False} | options).logits
+
+
+def attach_focus(
+    model: PreTrainedModel, top_k: int = 1, pair_rule: str = "query_topk", hard: bool = True, **options: Any
+) -> PreTrainedModel:
+    """Attach seeded routers that prune pairs of 40 tokens."""
+    options = {"groups": 4, "window": 6, "sinks": 2} | options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        attach(model, "focus", top_k=top_k, pair_rule=pair_rule, **options)
+    return set_routing(model, hard=hard)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the program runs to its end."""
+
+
+def stop_training(
+    patch: pytest.MonkeyPatch, step: int, phase: str | None = None, signum: int | None = signal.SIGTERM
+) -> None:
+    """Send a signal after optimizer step `step` of `phase`, before its checkpoint; without one, raise `Killed`."""
+    original = Checkpoint.on_train_batch_end
+
+    def on_train_batch_end(self: Checkpoint, trainer: Any, module: Any, *rest: Any) -> None:
+        if trainer.global_step == step and phase in (None, module.name):
+            if signum is None:
+                raise Killed
+            if self.received is None:
+                signal.raise_signal(signum)
+        original(self, trainer, module, *rest)
+
+    patch.setattr(Checkpoint, "on_train_batch_end", on_train_batch_end)
 
 
 def random_sequences(count: int, seed: int = 0, length: int = 64) -> list[Tensor]:

@@ -8,25 +8,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import scored
+from builders import scored, stop_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import (
-    Result,
-    fitting,
-    metrics_of,
-    only_run,
-    outcome,
-    record_of,
-    router_steps,
-    run,
-    tiny,
-    without_attention,
-)
+from running import Result, fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from safetensors.numpy import load_file
 
 from focus_exp.config import LoraConfig, PhaseConfig
@@ -36,7 +26,6 @@ from focus_exp.errors import UserError
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import add_lora
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.module import LanguageModelTask
 
 QUICK = ("eval.max_sequences=2", "eval.top_k=[1]", "eval.controls=false")
@@ -58,43 +47,36 @@ JOBS = {
     "retrofit": RETROFIT, "finetune": FINETUNE, "lora": LORA, "small": SMALL_BATCHES, "recluster": RECLUSTER,
     "routing": ROUTING,
 }  # fmt: skip
-STOP = ("everything", 2)
+STOP = {"phase": "everything", "step": 2}
 slow = pytest.mark.slow
 
-# runs commands one after the other in a process of torchrun; `stop`: where one process is stopped politely
+# runs commands one after the other in a process of torchrun; `stop`: where the one that does not write is stopped
 PROGRAM = """
-import json, os, signal, sys
+import json, os, sys
 from pathlib import Path
+import pytest
+from builders import stop_training
 from running import run
-from focus_exp.training.callbacks import Checkpoint
-original, stop = Checkpoint.on_train_batch_end, None
-def on_train_batch_end(self, trainer, module, *rest):
-    # asked of one process, and not of the one that writes
-    if [module.name, trainer.global_step] == stop and os.environ["RANK"] == "1" and self.received is None:
-        signal.raise_signal(signal.SIGTERM)
-    original(self, trainer, module, *rest)
-Checkpoint.on_train_batch_end = on_train_batch_end
 folder, results = Path(sys.argv[1]), []
 for command, stop in json.loads((folder / "commands.json").read_text()):
-    results.append(vars(run(*command)))
+    with pytest.MonkeyPatch.context() as patch:
+        if stop and os.environ["RANK"] == "1":
+            stop_training(patch, **stop)
+        results.append(vars(run(*command)))
 (folder / f"results-{os.environ['RANK']}.json").write_text(json.dumps(results))
 """
 
 
-def torchrun(*arguments: str) -> subprocess.CompletedProcess:
-    """Run two processes on this machine."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-
-
-def launch(folder: Path, commands: list[tuple[list[str], tuple[str, int] | None]]) -> tuple[list[Result], ...]:
-    """Return what each of two processes saw of the commands."""
+def launch(folder: Path, commands: list[tuple[list[str], dict[str, Any] | None]]) -> tuple[list[Result], ...]:
+    """Return what each of two processes on this machine saw of the commands."""
     place = Path(tempfile.mkdtemp(dir=folder))
     (place / "program.py").write_text(PROGRAM)
     (place / "commands.json").write_text(json.dumps(commands))
-    done = torchrun(str(place / "program.py"), str(place))
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    program = [str(place / "program.py"), str(place)]
+    done = subprocess.run([*torchrun, *program], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     files = [place / f"results-{rank}.json" for rank in (0, 1)]
     return tuple([Result(**result) for result in json.loads(file.read_text())] for file in files)
@@ -126,7 +108,7 @@ def run_pair(folder, done, stopped, begun):
         name = f"begun-{job}-{strategy}"
         commands[name] = ([*JOBS[job], *STRATEGIES[strategy]], None)
         with pytest.MonkeyPatch.context() as patch:
-            stop_at(patch, *(("router", 3) if job == "small" else STOP))
+            stop_training(patch, **({"phase": "router", "step": 3} if job == "small" else STOP))
             one_process = ("trainer.devices=1", "trainer.strategy=auto")
             assert run(*fitting(*tiny(folder, name), *JOBS[job]), *one_process).code == 128 + signal.SIGTERM
     both = launch(folder, [(fitting(*tiny(folder, name), *job), stop) for name, (job, stop) in commands.items()])
@@ -143,18 +125,6 @@ def one(folder):
         return folder / f"{name}-one"
 
     return run_one
-
-
-def stop_at(monkeypatch, phase, step):
-    """Send SIGTERM after optimizer step `step` of `phase`, before its checkpoint."""
-    original = Checkpoint.on_train_batch_end
-
-    def batch_end(self, trainer, module, *rest):
-        if (module.name, trainer.global_step) == (phase, step) and self.received is None:
-            signal.raise_signal(signal.SIGTERM)
-        original(self, trainer, module, *rest)
-
-    monkeypatch.setattr(Checkpoint, "on_train_batch_end", batch_end)
 
 
 def assert_equal(folder, other):
@@ -210,18 +180,6 @@ def test_only_process_zero_writes_and_prints(folder, pair):
     assert len(metrics_of(folder / "retrofit-ddp")) == 6
 
 
-@slow
-def test_adapter_of_a_sharded_base_fits_the_base(folder, slow_pair):
-    adapter = only_run(folder / "retrofit-fsdp") / "adapter"
-    settings = [*without_attention(tiny(folder, "evaluated")), "eval.max_sequences=2"]
-    assert run(*settings, "job=evaluate", f"adapter={adapter}").code == 0
-    trained, evaluated = (
-        {row.name: row.nll for row in scored(record_of(folder / name).measurements)}
-        for name in ("retrofit-fsdp", "evaluated")
-    )
-    assert evaluated == pytest.approx(trained, abs=1e-6)
-
-
 # what is interrupted
 
 
@@ -261,24 +219,11 @@ def test_checkpoint_of_a_phase_holds_the_buffers_of_methods(tiny_model):
 
 @slow
 def test_killed_process_ends_the_run_which_resumes_to_the_same_numbers(folder, pair):
-    program = folder / "killed.py"
-    program.write_text(
-        "import os, signal, sys\n"
-        "from focus_exp import __main__\n"
-        "from focus_exp.training.callbacks import Checkpoint\n"
-        "original = Checkpoint.on_train_batch_end\n"
-        "def on_train_batch_end(self, trainer, *rest):\n"
-        "    if trainer.global_step == 5 and os.environ['RANK'] == '1':\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    original(self, trainer, *rest)\n"
-        "Checkpoint.on_train_batch_end = on_train_batch_end\n"
-        "sys.exit(__main__.main())\n"
-    )
     command = [*tiny(folder, "killed"), *RETROFIT, *STRATEGIES["ddp"]]
-    assert torchrun(str(program), *command).returncode != 0
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        launch(folder, [(command, {"step": 5, "signum": signal.SIGKILL})])
     assert record_of(folder / "killed").status != "finished"
-    resumed = torchrun("-m", "focus_exp", *command)
-    assert resumed.returncode == 0, resumed.stderr
+    launch(folder, [(command, None)])
     assert outcome(folder / "killed") == outcome(folder / "retrofit-ddp")
 
 

@@ -6,13 +6,12 @@ After a change that is meant to move them: REGENERATE=1 pytest -n 0 tests/test_g
 import csv
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import compute_logits, load_recorded, make_tokens, scored, write_variants
+from builders import Killed, compute_logits, load_recorded, make_tokens, scored, stop_training, write_variants
 from conftest import FAMILIES, build
 from omegaconf import OmegaConf
 from running import fitting, only_run, router_steps, run, tiny
@@ -24,7 +23,6 @@ from focus_exp.config_hash import config_hash
 from focus_exp.renames import upgrade_keys
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record
-from focus_exp.training.callbacks import Checkpoint
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "numerics.json"
@@ -38,10 +36,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "window": ("window", {}, None),
     "focus_dual": ("focus_dual", {"groups": 4, "top_k": 2}, {"hard": True}),
 }
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing of the package handles it."""
 
 
 def tiny_attached(family: str, method: str, options: dict[str, Any], routing: dict[str, Any] | None) -> PreTrainedModel:
@@ -106,23 +100,11 @@ def compute_losses(folder: Path) -> dict[str, Any]:
             computed[f"compare/{arm}"] = losses_of(path.parent)
     resumed = ("trainer.checkpoint_every=2", router_steps(6))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Checkpoint, "on_train_batch_end", die_at_step(3))
+        stop_training(patch, 3, signum=None)
         execute(folder, "resumed", *resumed)
     execute(folder, "resumed", *resumed)
     computed["resumed"] = losses_of(only_run(folder / "resumed"))
     return computed
-
-
-def die_at_step(step: int) -> Callable[..., None]:
-    """`Checkpoint.on_train_batch_end` that raises after optimizer step `step`, before the checkpoint is saved."""
-    original = Checkpoint.on_train_batch_end
-
-    def on_train_batch_end(self: Checkpoint, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == step:
-            raise Killed
-        original(self, trainer, *args)
-
-    return on_train_batch_end
 
 
 def execute(folder: Path, runs: str, *overrides: str) -> None:

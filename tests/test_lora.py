@@ -5,16 +5,14 @@ import signal
 
 import pytest
 import torch
-from builders import compute_logits, scored
-from conftest import ZOO, build
+from builders import Killed, compute_logits, scored, stop_training
+from conftest import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from running import fitting, only_run, outcome, record_of, router_steps, run, tiny
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from focus_exp import freeze
@@ -26,7 +24,6 @@ from focus_exp.models.lora import (
     describe_lora,
     save_lora,
 )
-from focus_exp.training.callbacks import Checkpoint
 from focus_exp.training.module import LanguageModelTask
 
 LINEAR = {
@@ -70,10 +67,8 @@ def count(model) -> int:
 
 
 def full_size(name: str):
-    """Build a model of the zoo on the meta device."""
-    architecture = OmegaConf.to_container(OmegaConf.load(ZOO / f"{name}.yaml").architecture)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+        return build(name)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
@@ -227,32 +222,19 @@ def test_checkpoint_and_adapter_have_the_trained_part_alone(folder, seen, name):
     assert json.loads((place / "adapter" / "adapter_config.json").read_text())["r"] == (5 if name == "matched" else 4)
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: no handler of the program runs to its end."""
-
-
 @pytest.mark.parametrize(
-    ("name", "step", "politely"),
-    [("lora", 4, False), ("routing", 3, True)],
+    ("name", "step", "signum"),
+    [("lora", 4, None), ("routing", 3, signal.SIGTERM)],
     ids=["lora-killed", "routing-SIGTERM"],
 )
-def test_lora_interrupted_run_resumes_to_the_same_numbers(folder, seen, monkeypatch, name, step, politely):
-    whole = Checkpoint.on_train_batch_end
-
-    def batch_end(self, trainer, module, *rest):
-        if trainer.global_step == step and not politely:
-            raise Killed
-        if trainer.global_step == step and self.received is None:
-            signal.raise_signal(signal.SIGTERM)
-        whole(self, trainer, module, *rest)
-
-    monkeypatch.setattr(Checkpoint, "on_train_batch_end", batch_end)
-    again = command(folder, f"{name}-{step}-{politely}", *REGIMES[name])
-    if politely:
-        assert run(*again).code == 128 + signal.SIGTERM
-    else:
-        with pytest.raises(Killed):
-            run(*again)
-    monkeypatch.undo()
+def test_lora_interrupted_run_resumes_to_the_same_numbers(folder, seen, monkeypatch, name, step, signum):
+    again = command(folder, f"{name}-{step}", *REGIMES[name])
+    with monkeypatch.context() as patch:
+        stop_training(patch, step, signum=signum)
+        if signum:
+            assert run(*again).code == 128 + signum
+        else:
+            with pytest.raises(Killed):
+                run(*again)
     assert run(*again).code == 0
-    assert outcome(folder / f"{name}-{step}-{politely}") == outcome(folder / name)
+    assert outcome(folder / f"{name}-{step}") == outcome(folder / name)

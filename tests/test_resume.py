@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import Killed, stop_training
 from builders import scored as scored_variants
 from running import fitting, full_disk_at, only_run, outcome, record_of, router_steps, run, tiny
 
@@ -15,7 +16,7 @@ from focus_exp.evaluation import perplexity
 from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.results.record import Record
 from focus_exp.training import callbacks
-from focus_exp.training.callbacks import Checkpoint
+from focus_exp.training.callbacks import PROBES, Checkpoint
 from focus_exp.training.checkpoints import CheckpointIO, read_checkpoint, remove_damaged
 
 STEPS = 45  # two epochs and a half of the tiny text
@@ -26,10 +27,6 @@ TWO_PHASES = (
     *("model=tiny_gpt2", "model.architecture.resid_pdrop=0.1"),  # its training draws random numbers
 )
 SIGTERM_CODE = 128 + signal.SIGTERM
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: no handler of the program runs to its end."""
 
 
 def command(folder, runs, *more):
@@ -53,21 +50,6 @@ def expected_finetune(folder):
     return outcome(folder / "uninterrupted-finetune")
 
 
-def stop_at(monkeypatch, phase, step, politely):
-    """Send SIGTERM (politely) or die after optimizer step `step` of `phase`, before its checkpoint."""
-    original = Checkpoint.on_train_batch_end
-
-    def batch_end(self, trainer, module, *rest):
-        if (module.name, trainer.global_step) == (phase, step):
-            if not politely:
-                raise Killed
-            if self.received is None:
-                signal.raise_signal(signal.SIGTERM)
-        original(self, trainer, module, *rest)
-
-    monkeypatch.setattr(Checkpoint, "on_train_batch_end", batch_end)
-
-
 # training
 
 
@@ -78,31 +60,33 @@ def test_finished_run_removes_checkpoints_and_keeps_weights(folder, expected_fin
 
 
 @pytest.mark.parametrize(
-    ("phase", "step", "politely"),
+    ("phase", "step", "signum"),
     [
-        ("router", 3, False),
-        ("everything", 5, True),  # its next steps draw random numbers
-        ("router", 4, True),  # the last of its phase
+        ("router", 3, None),
+        ("everything", 5, None),  # its next steps draw random numbers
+        ("router", 4, signal.SIGTERM),  # the last of its phase
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                *(("everything", 7, True), ("router", 1, True), ("router", 1, False), ("router", 3, True)),
-                *(("everything", 1, True), ("everything", 1, False), ("everything", 5, False)),
+                *(("everything", step, signal.SIGTERM) for step in (1, 5, 7)), ("everything", 1, None),
+                *(("router", step, signal.SIGTERM) for step in (1, 3)), ("router", 1, None),
             )
         ),
     ],
-)
-def test_stopped_phase_resumes_to_the_same_numbers(folder, expected_finetune, monkeypatch, phase, step, politely):
-    runs = f"{phase}-{step}-{politely}"
-    stop_at(monkeypatch, phase, step, politely)
-    if politely:
-        assert run(*command(folder, runs, *TWO_PHASES)).code == SIGTERM_CODE
-    else:
-        with pytest.raises(Killed):
-            run(*command(folder, runs, *TWO_PHASES))
-    monkeypatch.undo()
+)  # fmt: skip
+def test_stopped_phase_resumes_to_the_same_numbers(folder, expected_finetune, monkeypatch, phase, step, signum):
+    runs = f"{phase}-{step}-{signum}"
+    with monkeypatch.context() as patch:
+        stop_training(patch, step, phase, signum)
+        if signum:
+            assert run(*command(folder, runs, *TWO_PHASES)).code == SIGTERM_CODE
+        else:
+            with pytest.raises(Killed):
+                run(*command(folder, runs, *TWO_PHASES))
     assert run(*command(folder, runs, *TWO_PHASES)).code == 0
     assert outcome(folder / runs) == expected_finetune
+    probes = [(only_run(folder / name) / PROBES).read_bytes() for name in (runs, "uninterrupted-finetune")]
+    assert probes[0] == probes[1]
 
 
 def test_signal_during_all_reduce_stops_at_the_next_step(monkeypatch, tmp_path):
@@ -223,9 +207,9 @@ def test_damaged_checkpoint_is_removed_with_those_of_later_phases(tmp_path, dama
 
 
 def test_run_with_a_damaged_checkpoint_gives_the_same_numbers(folder, expected, monkeypatch):
-    stop_at(monkeypatch, "router", 20, politely=True)
-    assert run(*command(folder, "damaged")).code == SIGTERM_CODE
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        stop_training(patch, 20)
+        assert run(*command(folder, "damaged")).code == SIGTERM_CODE
     (path,) = (only_run(folder / "damaged") / "checkpoints").iterdir()
     path.write_bytes(path.read_bytes()[:-100])
     assert run(*command(folder, "damaged")).code == 0

@@ -1,9 +1,7 @@
 """Against one group that swallows all tokens: what was tried does what it says, and what happens is seen and told."""
 
-import contextlib
 import copy
 import math
-import signal
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import wandb
 from builders import scored, write_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import only_run, outcome, record_of, router_steps, run, tiny
+from running import record_of, router_steps, run, tiny
 from test_training import ALL, FLOAT32, ROUTER, T, blocks_of, focus, train
 
 from focus_exp import config as schema
@@ -21,13 +19,7 @@ from focus_exp.models.methods import attached_methods
 from focus_exp.reporting.load import load_run, select
 from focus_exp.results.metrics import read_metrics
 from focus_exp.training import callbacks
-from focus_exp.training.callbacks import (
-    PROBES,
-    Checkpoint,
-    probe_tokens,
-    route_tokens,
-    router_statistics,
-)
+from focus_exp.training.callbacks import PROBES, probe_tokens, route_tokens, router_statistics
 from focus_exp.training.module import auxiliary_losses
 
 K = 4
@@ -37,7 +29,7 @@ FOR_THE_METHOD = (*LOSSES, "detach_inputs", "centroid_update", "assignment", "tr
 
 
 def attached(model, options):
-    return focus(model, assignment="softmax", **{k: v for k, v in options.items() if k in FOR_THE_METHOD})
+    return focus(model, **{"assignment": "softmax"} | {k: v for k, v in options.items() if k in FOR_THE_METHOD})
 
 
 def states(model) -> torch.Tensor:
@@ -215,10 +207,7 @@ def test_checkpointing_keeps_losses_and_centroids(tiny_model, tmp_path, phase, o
 def test_probe_keeps_training_unchanged(tiny_model, tmp_path, phase, options):
     results = []
     for probed in (None, probe_tokens(blocks_of(1))):
-        model = focus(
-            tiny_model("gpt2", resid_pdrop=0.2),
-            **{"assignment": "softmax"} | {k: v for k, v in options.items() if k in FOR_THE_METHOD},
-        )
+        model = attached(tiny_model("gpt2", resid_pdrop=0.2), options)
         folder = tmp_path / str(probed is None)
         losses = train(model, phase, folder, options, probed, probe_every=1, gradient_checkpointing=True)
         results.append((losses, {name: tensor for name, tensor in model.state_dict().items()}))
@@ -286,29 +275,6 @@ def test_loggers_continue_steps_across_phases(whole, logged):
     assert {line["train/tokens"] / line["trainer/global_step"] for line in trained} == {2 * 2 * 16}
     assert [line["trainer/global_step"] for line in probed] == [0, 2, 4, 4, 6, 8, 9]
     assert any(isinstance(value, wandb.Table) for line in logged for value in line.values())
-
-
-@pytest.mark.parametrize(("phase", "step"), [("router", 1), ("everything", 4)])
-def test_resume_keeps_probe_values(folder, whole, monkeypatch, phase, step):
-    batch_end = Checkpoint.on_train_batch_end
-
-    def stopping(self, trainer, module, *rest):
-        if (module.name, trainer.global_step) == (phase, step):
-            if step == 4:
-                raise KeyboardInterrupt  # before its checkpoint
-            if self.received is None:
-                signal.raise_signal(signal.SIGTERM)
-        batch_end(self, trainer, module, *rest)
-
-    runs = f"{phase}-{step}"
-    monkeypatch.setattr(Checkpoint, "on_train_batch_end", stopping)
-    with contextlib.suppress(KeyboardInterrupt):
-        assert run(*tiny(folder, runs), *TWO_PHASES).code != 0
-    monkeypatch.undo()
-    assert (only_run(folder / runs) / PROBES).exists()
-    assert run(*tiny(folder, runs), *TWO_PHASES).code == 0
-    assert (only_run(folder / runs) / PROBES).read_bytes() == (only_run(whole) / PROBES).read_bytes()
-    assert outcome(folder / runs) == outcome(whole)
 
 
 def test_phase_evaluation_equals_run_end(folder, whole):
