@@ -10,7 +10,7 @@ import torch
 from builders import compute_logits, make_tokens
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+from transformers import PreTrainedModel
 
 from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
 from focus_exp.models import adapter
@@ -247,32 +247,6 @@ def test_load_adapter_check_base_off_refuses_other_shapes(tiny_model, saved):
     with pytest.raises(UserError, match="does not fit"):
         load_adapter(model, saved, check_base=False)
     assert not attached_methods(model)
-
-
-@pytest.mark.parametrize("kind", ["int8", "nf4", "torchao"])
-def test_load_adapter_quantized_base_and_back(tiny_model, saved, tmp_path, kind):
-    pytest.importorskip("torchao" if kind == "torchao" else "bitsandbytes")
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-
-    def quantized() -> PreTrainedModel:
-        if kind == "torchao":
-            from torchao.quantization import Int8WeightOnlyConfig
-
-            config: Any = TorchAoConfig(Int8WeightOnlyConfig())
-        else:
-            options = {"int8": {"load_in_8bit": True}, "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
-            config = BitsAndBytesConfig(**options[kind])
-        return AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
-        ).eval()
-
-    with pytest.raises(UserError, match="check_base"):
-        load_adapter(quantized(), saved)
-    model = load_adapter(quantized(), saved, check_base=False)
-    compute_logits(model)  # bitsandbytes repacks for the kernel that it finds
-    again = load_adapter(quantized(), save_adapter(model, tmp_path / "again"))
-    assert torch.equal(compute_logits(again), compute_logits(model))
-    load_adapter(tiny_model("llama"), tmp_path / "again", check_base=False)
 
 
 def test_load_adapter_base_on_meta_is_refused(tiny_model, saved):

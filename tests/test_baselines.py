@@ -1,4 +1,4 @@
-"""Published methods: each against its formula query by query, its defining property, and on tiny models."""
+"""Published methods and the key gate: formulas query by query, defining properties, and tiny models."""
 
 import copy
 import math
@@ -27,6 +27,7 @@ from focus_exp.attention.baselines.performer import Performer, orthogonal_direct
 from focus_exp.attention.baselines.routing_transformer import RoutingTransformer
 from focus_exp.attention.baselines.sparq import SparQ
 from focus_exp.attention.baselines.top_tokens import BestTokens, TokenIndexer, TopTokens
+from focus_exp.attention.key_gate import KeyGate
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence
 from focus_exp.config import get_method_options
@@ -162,6 +163,13 @@ def indexer_formula(method: TokenIndexer, x: Query, case: "Case", b: int) -> tup
     return kept_of(method, x, lambda j: (tokens[x.i] @ queries) @ (tokens[j] @ keys))
 
 
+def gate_formula(method: KeyGate, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
+    tokens = (case.h[b] - method.mean.double()) / method.scale.double()
+    scores = tokens @ method.weight[x.head // x.share].double() + method.bias[x.head // x.share].double()
+    keys = [j for j in x.keys if scores[j] > method.threshold or x.is_near(j, method.window, method.sinks)]
+    return x.softmax(keys), keys
+
+
 def best_formula(method: BestTokens, x: Query, case: "Case", b: int) -> tuple[Tensor, list[int]]:
     def of_head(place: int) -> dict[int, Tensor]:
         mate = replace(x, place=place)
@@ -204,6 +212,7 @@ FORMULAS: dict[type[AttentionMethod], Callable[..., tuple[Tensor, list[int]]]] =
     BestTokens: best_formula,
     BlockMeans: block_formula,
     BlockGate: block_formula,
+    KeyGate: gate_formula,
 }
 
 
@@ -313,6 +322,7 @@ OPTIONS = {
                  "hash_tables": st.integers(2, 9), "recent_tokens": st.integers(1, 4), "sinks": st.integers(0, 2),
                  "seed": st.integers(0, 99)},
     "best_tokens": TOKENS, "token_indexer": TOKENS, "block_means": BLOCKS, "block_gate": BLOCKS,
+    "key_gate": {"window": st.integers(0, 4), "sinks": st.integers(0, 2)},
 }  # fmt: skip
 
 
@@ -324,6 +334,9 @@ def test_baseline_any_input_equals_formula(name, data):
     method = build(
         name, LayerShape(WIDTH, case.heads, SIZE, 0, case.key_heads), **data.draw(st.fixed_dictionaries(OPTIONS[name]))
     ).eval()
+    if hasattr(method, "mean"):  # of hidden states, as a fit finds it
+        method.mean.normal_()
+        method.scale.uniform_(0.5, 2)
     ours, theirs = ([t.clone().requires_grad_() for t in case.tensors] for _ in range(2))
     out, counts = case.run(method, ours)
     expected, total, kept = case.formula(method, theirs)

@@ -6,35 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import compute_logits, make_tokens
+from builders import attach_focus, compute_logits, make_tokens
 from peft import IA3Config, LoraConfig, get_peft_model
+from tiny_architectures import tiny_model as tiny_architecture
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from focus_exp.models.attach import attach
-from focus_exp.models.methods import disable_method, set_routing
+from focus_exp.models.methods import disable_method
 
-MODES = {"kept": 4, "hard": 1}  # top_k of 4 groups
+NEAR = {"window": 2, "sinks": 1}
 
 
-def attach_focus(model: PreTrainedModel, mode: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    attach(model, "focus", groups=4, top_k=MODES[mode], window=2, sinks=1)
-    return set_routing(model, hard=True)
-
-
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=[4, 1], ids=["all groups", "one group"])
+def top_k(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
 @pytest.fixture
-def model(tiny_model: Callable[..., PreTrainedModel], mode: str) -> PreTrainedModel:
-    return attach_focus(tiny_model("llama"), mode)
+def model(tiny_model: Callable[..., PreTrainedModel], top_k: int) -> PreTrainedModel:
+    return attach_focus(tiny_model("llama"), top_k, **NEAR)
 
 
 @pytest.fixture
@@ -63,9 +53,9 @@ def test_generate_with_assistant_equals_greedy(model, tokens) -> None:
     assert torch.equal(generate(model, tokens[:1], assistant_model=assistant), generate(model, tokens[:1]))
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
-def test_generate_with_prompt_lookup_equals_greedy(tiny_model, mode, tokens, family) -> None:
-    model = attach_focus(tiny_model("llama") if family == "llama" else build_lfm2(), mode)
+@pytest.mark.parametrize("name", ["llama", "lfm2"])  # of the latter, convolutions: no keys and values in its cache
+def test_generate_with_prompt_lookup_equals_greedy(top_k, tokens, name) -> None:
+    model = attach_focus(tiny_architecture(name), top_k, **NEAR)
     prompt = torch.cat([tokens, tokens[:, :5]], 1)[:1]
     assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=2), generate(model, prompt))
 
@@ -103,8 +93,8 @@ def test_save_pretrained_adds_router_keys_alone(tiny_model, model, tokens, tmp_p
     assert torch.equal(compute_logits(loaded.eval(), tokens), expected)
 
 
-def test_tied_weights_stay_tied(tiny_model, mode) -> None:
-    model = attach_focus(tiny_model("gpt2"), mode)
+def test_tied_weights_stay_tied(tiny_model, top_k) -> None:
+    model = attach_focus(tiny_model("gpt2"), top_k)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     model.resize_token_embeddings(300)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -124,11 +114,3 @@ def test_peft_merge_keeps_logits(model, tokens, config) -> None:
     expected = compute_logits(peft_model, tokens)
     assert not torch.allclose(expected, base)
     assert_close(compute_logits(peft_model.merge_and_unload(), tokens), expected)
-
-
-def build_lfm2() -> PreTrainedModel:
-    """A convolution hybrid: its cache holds states that are no keys and values."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("lfm2", **sizes, **heads)).eval()

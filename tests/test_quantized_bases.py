@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from builders import make_tokens
+from builders import attach_focus, compute_logits, make_tokens
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
-from focus_exp import attach, detach, freeze, load_adapter, save_adapter, set_routing
+from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adapter, set_routing
 from focus_exp.models import self_check
 from focus_exp.models.attach import REPACKS
 from focus_exp.models.load import fingerprint
@@ -19,7 +19,7 @@ def clear_verified(monkeypatch):
     monkeypatch.setattr(self_check, "VERIFIED", set())
 
 
-def quantize(model: PreTrainedModel, kind: str, folder) -> PreTrainedModel:
+def quantize(model: PreTrainedModel, kind: str, folder, **options) -> PreTrainedModel:
     if kind == "none":
         return model
     if kind == "dynamic":
@@ -34,7 +34,7 @@ def quantize(model: PreTrainedModel, kind: str, folder) -> PreTrainedModel:
             load_in_4bit=kind == "nf4", load_in_8bit=kind == "int8", bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=torch.float32,
         )  # fmt: skip
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu", **options)
 
 
 def force_repacking(model: PreTrainedModel) -> list[nn.Module]:
@@ -85,6 +85,7 @@ def assert_same_state(now: dict[str, object], before: dict[str, object]) -> None
 )
 def test_attach_and_detach_leave_the_state_of_the_base(tiny_model, tmp_path, family, kind, training):
     model = quantize(tiny_model(family), kind, tmp_path).train(training)
+    model.get_input_embeddings().eval()  # modules may be in different modes
     force_repacking(model)
     before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in collect_state(model).items()}
     attach(model, "window", window=4)
@@ -113,20 +114,32 @@ def test_router_on_an_nf4_base_trains_and_its_adapter_loads_again(tiny_model, tm
     save_adapter(model, tmp_path / "adapter")
     set_routing(model.eval(), hard=True)
     assert layers and not any(getattr(layer, REPACKS) for layer in layers)
-    with torch.no_grad():
-        expected = model(make_tokens()).logits
+    expected = compute_logits(model)
     fresh = AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", quantization_config=model.config.quantization_config, device_map="cpu"
     )
     loaded = load_adapter(fresh, tmp_path / "adapter")
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(make_tokens()).logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(compute_logits(loaded), expected, atol=1e-5, rtol=1e-5)
     detach(model)
     assert all(getattr(layer, REPACKS) for layer in layers)
 
 
-@pytest.mark.parametrize("family", ["llama"])
-def test_attach_finds_the_device_of_layers_with_buffers_alone(tiny_model, family):
+@pytest.mark.parametrize("kind", ["int8", "nf4", "torchao"])
+def test_load_adapter_quantized_base_and_back(tiny_model, tmp_path, kind):
+    def quantized() -> PreTrainedModel:
+        return quantize(tiny_model("llama"), kind, tmp_path / "base", dtype=torch.bfloat16).eval()
+
+    saved = save_adapter(attach_focus(tiny_model("llama")), tmp_path / "adapter")
+    with pytest.raises(UserError, match="check_base"):
+        load_adapter(quantized(), saved)
+    model = load_adapter(quantized(), saved, check_base=False)
+    compute_logits(model)  # bitsandbytes repacks for the kernel that it finds
+    again = load_adapter(quantized(), save_adapter(model, tmp_path / "again"))
+    assert torch.equal(compute_logits(again), compute_logits(model))
+    load_adapter(tiny_model("llama"), tmp_path / "again", check_base=False)
+
+
+def test_attach_finds_the_device_of_layers_with_buffers_alone(tiny_model):
     """As GPTQ and AWQ keep their packed weights."""
 
     class Buffered(nn.Module):
@@ -137,11 +150,9 @@ def test_attach_finds_the_device_of_layers_with_buffers_alone(tiny_model, family
         def forward(self, x: Tensor) -> Tensor:
             return x @ self.qweight.T
 
-    model = tiny_model(family)
+    model = tiny_model("llama")
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(layer.self_attn, name, Buffered(getattr(layer.self_attn, name)))
         assert not list(layer.self_attn.parameters())
-    set_routing(attach(model, **OPTIONS), hard=True)
-    with torch.no_grad():
-        assert model(make_tokens()).logits.isfinite().all()
+    assert compute_logits(attach_focus(model)).isfinite().all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import cpu_offload
-from builders import compute_logits, make_tokens
+from builders import attach_focus, compute_logits, make_tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -13,12 +13,6 @@ from focus_exp import UserError, attach, freeze, save_adapter, set_routing
 from focus_exp.models import self_check
 from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
 from focus_exp.models.methods import attached_methods, attention_modules
-
-
-def attach_focus(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return set_routing(attach(model, "focus", groups=4, window=4, sinks=1), hard=True)
 
 
 def test_attach_offloaded_base_raises(tiny_model):
