@@ -7,21 +7,9 @@ import gguf
 import torch
 from conftest import build
 from transformers import PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FULL = ["full_attention", "full_attention"]
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
-
-
-def gguf_name(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name.replace("model.layers.", "blk.")
 
 
 def plain_qwen2() -> PreTrainedModel:
@@ -53,21 +41,15 @@ def write_gguf(model: PreTrainedModel, path: Path, quantization: str = "F32", ar
     writer.add_token_types([1] * 256 + [3, 1])
     writer.add_token_merges(["t h"])
     writer.add_eos_token_id(256)
-    for name, tensor in model.named_parameters():
-        array = tensor.detach().float().numpy()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for parameter, tensor in model.named_parameters():
+        array, name = tensor.detach().float().numpy(), names.get_name(parameter, (".weight", ".bias"))
         if array.ndim == 2 and quantization != "F32":
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), array)
+            writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def bytes_to_unicode() -> dict[int, str]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

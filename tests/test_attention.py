@@ -15,6 +15,7 @@ from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.dense import blocked_attention
 from focus_exp.attention.focus import Focus
+from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.router import Router, balance_potential, sinkhorn
 from focus_exp.attention.selection import (
     AttentionArgs,
@@ -129,8 +130,9 @@ def test_router_changed_centroids_change_scores():
         torch.testing.assert_close(router(h).scores, -before)
 
 
-def test_focus_ste_slope_equals_half_open_gate():
-    method, affinity = Focus.create(SHAPE, gate_steepness=6.0), torch.zeros(1, requires_grad=True)
+@pytest.mark.parametrize("kind", [Focus, FocusDual])
+def test_ste_slope_equals_half_open_gate(kind):
+    method, affinity = kind.create(SHAPE, gate_steepness=6.0), torch.zeros(1, requires_grad=True)
     logsigmoid(method.gate_steepness * affinity).backward()
     assignment = torch.full((1, 3, 2), 0.5)
     hard = select(assignment.clone().requires_grad_(), 1, "share")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from builders import scored
+from builders import random_sequences, scored
 from hypothesis import given
 from hypothesis import strategies as st
 from running import fitting, only_run, record_of, run, tiny
@@ -35,6 +35,7 @@ from focus_exp.training.precision import choose_precision
 WIDTH, T, KINDS = 16, 96, 6
 NEAR = {"window": 5, "sinks": 2}
 INDEX = torch.arange(T)
+FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 FITTED = pytest.mark.parametrize("name", ["token_indexer", "block_gate", "key_gate"])
 
 
@@ -96,20 +97,14 @@ def test_fit_indexer_finds_planted_pairs():
     assert after > 2 * before
 
 
-def test_pair_importance_is_summed_over_heads():
-    keys = torch.tensor([[[0, 1], [1, 0]]]).int().repeat(2, 1, 1)
-    fractions = torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]).half().repeat(2, 1, 1)
-    total = torch.tensor([[8.0, 2.0]]).repeat(2, 1)
-    observation = Observation(torch.zeros(2, 4), torch.zeros(2, 2, 4), keys, fractions, total)
-    assert pair_importance(observation).tolist() == [[7.0, 3.0]] * 2
-
-
-def test_block_mass_sums_a_head_over_each_block():
-    keys = torch.tensor([[[0, 3], [1, 2]]]).int().repeat(5, 1, 1)
-    fractions = torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]).half().repeat(5, 1, 1)
-    total = torch.tensor([[8.0, 2.0]]).repeat(5, 1)
+def test_importance_of_pairs_blocks_and_keys_equals_sums():
+    keys = torch.tensor([[0, 3], [1, 2]]).int().repeat(5, 1, 1)
+    fractions = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).half().repeat(5, 1, 1)
+    total = torch.tensor([[8.0, 2.0]] * 4 + [[4.0, 6.0]])
     observation = Observation(torch.zeros(5, 4), torch.zeros(5, 2, 4), keys, fractions, total)
-    assert block_mass(observation, 2)[:, 4].tolist() == [[6.0, 2.0, 0.0], [1.0, 1.0, 0.0]]
+    assert pair_importance(observation)[3:].tolist() == [[6, 1, 1, 2, 0], [3, 3, 3, 1, 0]]  # over heads
+    assert block_mass(observation, 2)[:, 3:].tolist() == [[[6, 2, 0], [3, 1, 0]], [[1, 1, 0], [3, 3, 0]]]  # of a head
+    assert key_importance(observation).tolist() == [[27, 0, 0, 9, 0], [0, 7, 7, 0, 0]]  # of a head, over queries
 
 
 @torch.no_grad()
@@ -130,15 +125,6 @@ def test_fit_block_gate_finds_planted_blocks():
     fit_block_gate(method, observations, BlockGate.fit_options(fit_steps=150), torch.Generator().manual_seed(0))
     assert best_mass() > 0.95 * mass.amax(-1).sum().item()
     assert best_mass() > 1.5 * before
-
-
-def test_key_importance_sums_over_queries_of_each_head():
-    keys = torch.tensor([[[0, 1], [1, 0]], [[1, 1], [0, 0]]]).int()
-    fractions = torch.tensor([[[0.75, 0.25], [0.5, 0.5]], [[1.0, 0.0], [0.5, 0.5]]]).half()
-    observation = Observation(
-        torch.zeros(2, 4), torch.zeros(2, 2, 4), keys, fractions, torch.tensor([[4.0, 2], [1, 6]])
-    )
-    assert key_importance(observation).tolist() == [[3.0, 7.0], [2.0, 1.0]]
 
 
 def test_fit_gate_predicts_importance_per_later_query():
@@ -171,14 +157,12 @@ def test_later_queries_counts_distant_pairs():
 
 
 def test_fit_attached_shares_a_threshold_and_its_fit_between_densities(tiny_model, tmp_path):
-    sequences = list(torch.randint(256, (3, 64), generator=torch.Generator().manual_seed(0)))
-    precision, kept, states = choose_precision("float32", "cpu", trains_base=False), [], []
-    counts = []
+    sequences, kept, states, counts = random_sequences(3), [], [], []
     for density in (0.1, 0.5):
         torch.manual_seed(len(kept))
         model = attach(tiny_model("llama"), "key_gate", **NEAR)
         options = GateTraining(calibration_sequences=3, validation_sequences=1, fit_steps=6, density=density)
-        fit_attached(model, sequences, options, precision, tmp_path, seed=0)
+        fit_attached(model, sequences, options, FLOAT32, tmp_path, seed=0)
         methods = list(attached_methods(model).values())
         counts.clear()
         with (
@@ -198,13 +182,12 @@ def test_fit_attached_shares_a_threshold_and_its_fit_between_densities(tiny_mode
 @FITTED
 def test_finished_fit_is_read(tiny_model, tmp_path, monkeypatch, name):
     options = METHODS[name].fit_options(calibration_sequences=3, validation_sequences=1, fit_steps=6)
-    sequences = list(torch.randint(256, (3, 128), generator=torch.Generator().manual_seed(0)))
-    precision = choose_precision("float32", "cpu", trains_base=False)
+    sequences = random_sequences(3, length=128)
 
     def fit():
         torch.manual_seed(1)
         model = attach(tiny_model("llama"), name, window=8, sinks=2)
-        fit_attached(model, sequences, options, precision, tmp_path, seed=0)
+        fit_attached(model, sequences, options, FLOAT32, tmp_path, seed=0)
         return [x for method in attached_methods(model).values() for x in method.state_dict().values()]
 
     expected = fit()

@@ -48,30 +48,23 @@ def test_attention_each_instruction_set_equals_reference(isa, dtype, where, soft
     problem.check(KERNEL.attention, dtype, TOLERANCES[dtype])
 
 
-def test_attention_nan_in_padding_is_not_read():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 4, 90, 16), *torch.randn(2, 1, 2, 90, 16)
-    sequence = Sequence(start=torch.full((1, 90), 31), valid=torch.arange(90)[None] >= 31)
-    selection = select(random_assignment("spread", 1, 90, 4), 2, "query_topk")
-    options = {"window": 9, "sinks": 2, "scaling": 0.25}
-    expected = KERNEL.attention(q, k, v, selection, sequence, AttentionArgs(**options))
-    for x in (q, k, v):
-        x[:, :, :31] = torch.nan
-    out = KERNEL.attention(q, k, v, selection, sequence, AttentionArgs(**options))
-    assert torch.equal(out, expected)
-    assert not out[:, :, :31].any()
-
-
-def test_attention_changed_future_leaves_past():
+@pytest.mark.parametrize(
+    ("start", "unread", "value"), [(31, slice(0, 31), torch.nan), (0, slice(150, 200), 9.0)], ids=["padding", "future"]
+)
+def test_attention_unread_tokens_change_no_output(start, unread, value):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 200, 16), *torch.randn(2, 1, 2, 200, 16)
+    valid = torch.arange(200)[None] >= start if start else None
+    sequence, args = Sequence(torch.full((1, 200), start), valid), AttentionArgs(0.25, window=9, sinks=2)
     selection = select(random_assignment("spread", 1, 200, 4), 2, "query_topk")
-    options = {"window": 9, "sinks": 2, "scaling": 0.25}
-    before = KERNEL.attention(q, k, v, selection, Sequence.plain(1, 200), AttentionArgs(**options))
+    before = KERNEL.attention(q, k, v, selection, sequence, args)
     for x in (q, k, v):
-        x[:, :, 150:] = torch.randn_like(x[:, :, 150:])
-    after = KERNEL.attention(q, k, v, selection, Sequence.plain(1, 200), AttentionArgs(**options))
-    assert torch.equal(before[:, :, :150], after[:, :, :150])
+        x[:, :, unread] = value
+    after = KERNEL.attention(q, k, v, selection, sequence, args)
+    read = torch.ones(200, dtype=torch.bool)
+    read[unread] = False
+    assert torch.equal(before[:, :, read], after[:, :, read])
+    assert not start or not after[:, :, unread].any()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])

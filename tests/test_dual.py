@@ -15,7 +15,7 @@ from torch import Tensor
 from focus_exp import UserError, attach, freeze, load_adapter, save_adapter, set_routing
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import UNSET, FocusDual
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask
+from focus_exp.attention.selection import AttentionArgs, Sequence, base_mask, local_mask
 from focus_exp.models.methods import attached_methods, observe_selections, set_budget
 from focus_exp.training.focus_dual_fit.encoders import score_thresholds as thresholds
 
@@ -113,12 +113,6 @@ def test_focus_dual_selection_equals_definition(layer):
     counts = method.count_pairs(selection, sequence)
     assert (counts.total, counts.distant) == (method.heads * int(seen.sum()), method.heads * int(far.sum()))
     assert counts.distant_kept == sum(int((far & mask).sum()) for mask in kept)
-
-
-def test_focus_dual_ste_slope_is_half_the_steepness():
-    method, half = FocusDual.create(LayerShape(WIDTH, 6, SIZE, 0, 3), gate_steepness=6.0), torch.full((1, 3, 2), 0.5)
-    assert method.complete_args(AttentionArgs(1.0), Selection(half.clone().requires_grad_(), half > 0)).ste_slope == 3.0
-    assert method.complete_args(AttentionArgs(1.0), Selection(half, half > 0)).ste_slope is None
 
 
 def test_focus_dual_state_has_fitted_names_and_shapes():

@@ -1,14 +1,12 @@
 """On a CUDA device: the same function as on the CPU, and the main job from end to end."""
 
-import sys
-
 import pytest
 import torch
 from conftest import FAMILIES
 from gpu_checks import CASES
+from running import record_of, router_steps, run, tiny
 
-from focus_exp import __main__, attach, set_routing
-from focus_exp.results.record import Record
+from focus_exp import attach, set_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -52,22 +50,11 @@ def test_steps_from_a_cache_on_the_gpu_give_the_logits_of_the_whole(tiny_model, 
 
 
 @pytest.mark.parametrize("recipe", ["retrofit", "finetune"])
-def test_a_run_on_the_gpu_trains_and_evaluates_there(tmp_path, monkeypatch, recipe):
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text(f"chapter {number}: the quick brown fox jumps over it. " * 200)
-    settings = [
-        "model=tiny_gpt2",
-        f"recipe={recipe}",
-        "data=files",
-        f"data.files={tmp_path}/*.txt",
-        "logger.wandb=disabled",
-    ]
-    sizes = ["data.seq_len=64", "eval.seq_len=64", "eval.max_sequences=2", "attention.window=16"]
-    steps = [f"recipe.phases.{phase}.steps=2" for phase in ["router", "everything"][: 1 + (recipe == "finetune")]]
-    folders = [f"runs_dir={tmp_path}/runs", f"cache_dir={tmp_path}/cache", "trainer.accelerator=gpu"]
-    monkeypatch.setattr(sys, "argv", ["focus_exp", *settings, *sizes, *steps, *folders])
-    assert __main__.main() == 0
-    record = Record.load(next((tmp_path / "runs").rglob("record.json")))
+def test_a_run_on_the_gpu_trains_and_evaluates_there(tmp_path, recipe):
+    steps = [router_steps(2)] + ["recipe.phases.everything.steps=2"] * (recipe == "finetune")
+    where = ["trainer.accelerator=gpu", "trainer.precision=auto"]
+    assert run(*tiny(tmp_path), "model=tiny_gpt2", f"recipe={recipe}", *steps, *where).code == 0
+    record = record_of(tmp_path)
     assert record.status == "finished"
     assert record.device.startswith(torch.cuda.get_device_name())
 

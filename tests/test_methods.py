@@ -7,7 +7,6 @@ import pytest
 from builders import scored
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from running import fitting, record_of, run, tiny
 
 from focus_exp import UserError, attach, load_adapter, save_adapter
@@ -115,15 +114,6 @@ def test_options_defaults_are_valid():
 def test_backend_choices_equal_kernels():
     (backend,) = [item for item in fields(AttentionConfig) if item.name == "backend"]
     assert backend.metadata["choices"] == BACKENDS
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_schema_has_method_and_common_options(name):
-    schema = find_schema(name)
-    names = {item.name for item in fields(schema)}
-    parts = [find(name).options, find(name).fit_options, AttentionConfig]
-    assert names == {item.name for part in parts if part for item in fields(part)}
-    assert OmegaConf.structured(schema).window == 128
 
 
 @given(groups=st.integers(-2, 20), top_k=st.integers(-2, 20))

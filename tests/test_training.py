@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import OPTConfig, OPTForCausalLM
+from tiny_architectures import tiny_model as tiny_architecture
 
 from focus_exp import attach
 from focus_exp import config as schema
@@ -149,13 +149,9 @@ def test_gradient_checkpointing_equals_training_without(tiny_model, tmp_path, fa
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_frozen_base_has_no_dropout_under_checkpointing(tmp_path, checkpointing):
     def losses(dropout):
-        sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": T}
-        torch.manual_seed(0)
-        base = OPTForCausalLM(OPTConfig(vocab_size=256, num_hidden_layers=2, num_attention_heads=4, **sizes))
-        base.config.dropout = dropout
-        for layer in base.model.decoder.layers:
+        model = focus(tiny_architecture("opt"))
+        for layer in model.model.decoder.layers:
             layer.dropout = dropout
-        model = focus(base.eval())
         folders = ((phase, tmp_path / f"{phase.trainable} {dropout}") for phase in (ROUTER, ALL))
         return [train(model, phase, folder, gradient_checkpointing=checkpointing) for phase, folder in folders]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from builders import make_tokens
 from peft import LoraConfig, get_peft_model
+from test_contract import copy_buffers
 from tiny_architectures import tiny_model as tiny_architecture
-from torch import Tensor
 
 from focus_exp import attach, load_adapter, save_adapter, set_routing
 from focus_exp.attention.base import METHODS
@@ -17,28 +17,22 @@ OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
 MODES = [torch.no_grad, torch.inference_mode]
 
 
-def copy_buffers(methods) -> list[Tensor]:
-    return [buffer.clone() for method in methods for buffer in method.buffers()]
-
-
 @pytest.mark.parametrize(("mode", "training"), [(MODES[0], True), (MODES[1], False)])
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_forward_without_gradients_moves_no_buffer(tiny_model, method, training, mode):
     model = attach(tiny_model("llama"), method).train(training)
-    methods = list(attached_methods(model).values())
-    before = copy_buffers(methods)
+    before = copy_buffers(model)
     with mode():
         model(make_tokens(), use_cache=False)
-    assert all(torch.equal(now, x) for now, x in zip(copy_buffers(methods), before, strict=True))
+    assert all(torch.equal(now, x) for now, x in zip(copy_buffers(model), before, strict=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"train_with": "hard"}, {"centroid_update": "ema"}])
 def test_forward_in_eval_mode_with_gradients_moves_no_buffer(tiny_model, options):
     model = attach(tiny_model("llama"), **OPTIONS, **options).eval()
-    methods = list(attached_methods(model).values())
-    before = copy_buffers(methods)
+    before = copy_buffers(model)
     model(make_tokens(), labels=make_tokens()).loss.backward()
-    assert all(torch.equal(now, x) for now, x in zip(copy_buffers(methods), before, strict=True))
+    assert all(torch.equal(now, x) for now, x in zip(copy_buffers(model), before, strict=True))
 
 
 def test_load_adapter_sets_eval_mode_and_hard_routing(tiny_model, tmp_path):

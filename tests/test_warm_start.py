@@ -3,15 +3,12 @@
 import pytest
 import torch
 from builders import copy_state, random_sequences
+from test_dual_fit import FLOAT32, GROUPS, SINKS, WINDOW, T, distant_pairs
 from torch import Tensor
 
 from focus_exp import attach, set_routing
 from focus_exp.models.methods import attached_methods, attention_modules, observe_selections, swap_methods
-from focus_exp.training.precision import choose_precision
 from focus_exp.training.warm_start import AttentionProbe, calibrate, warm_start
-
-T, WINDOW, SINKS, GROUPS = 64, 8, 2, 4
-FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 
 
 def focus(model, **options):
@@ -37,14 +34,12 @@ def group_sizes(model, sequences: list[Tensor]) -> Tensor:
 
 def attention_inside_groups(model, attentions, hidden) -> list[float]:
     """Compute sum_ij a_ij g_i . g_j / sum_ij a_ij over distant pairs, per layer."""
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    distant = (i - j > WINDOW) & (j >= SINKS)
     fractions = []
     for layer, method in attached_methods(model).items():
         with torch.no_grad():
             logits = method.router(hidden[layer]).scores / method.temperature
             g = (logits + method.router.potential).softmax(-1)
-        a = attentions[layer].mean(1) * distant
+        a = attentions[layer].mean(1) * distant_pairs()
         fractions.append(((a * (g @ g.transpose(1, 2))).sum() / a.sum()).item())
     return fractions
 
@@ -101,12 +96,10 @@ def test_attention_probe_records_full_attention(tiny_model, family):
         probes = {i: AttentionProbe(m.shape, WINDOW, SINKS) for i, m in attached_methods(model).items()}
         with swap_methods(model, dict(probes)):
             torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-4)
-    i, j = torch.arange(T)[:, None], torch.arange(T)
-    distant = (i - j > WINDOW) & (j >= SINKS)
     for layer, probe in probes.items():
         assert torch.stack(probe.hidden).shape == (2, T, 64)
         mass = torch.stack(probe.mass).float()
-        torch.testing.assert_close(mass, eager[layer].mean(1) * distant, rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(mass, eager[layer].mean(1) * distant_pairs(), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize(("normalize", "seed"), [(True, 0), (False, 1)])
