@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,23 +21,6 @@ from tiny_architectures import names
 
 TABLE = Path(__file__).parent.parent / "runs" / "records" / "architectures.md"
 WORKERS, TIMEOUT = 2, 120
-
-
-def run_one(name: str) -> Row:
-    """Examine one architecture in a process of its own, so that none can take others with it."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(examine(name)))
-    process.start()
-    sender.close()
-    try:
-        row = receiver.recv() if receiver.poll(TIMEOUT) else Row(name, "crash", why=[f"over {TIMEOUT} s"])
-    except EOFError:
-        row = Row(name, "crash", why=["the process died"])
-    process.kill()
-    process.join()
-    print(f"{name}: {row.outcome}", *row.why[:1], flush=True)
-    return row
 
 
 def write(rows: list[Row], path: Path = TABLE) -> None:
@@ -71,8 +53,16 @@ def write(rows: list[Row], path: Path = TABLE) -> None:
 def main(wanted: list[str]) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    with ThreadPool(WORKERS) as pool:
-        rows = pool.map(run_one, wanted or names(), chunksize=1)
+    rows = []
+    # a process for each architecture, so that none can take others with it
+    with multiprocessing.get_context("fork").Pool(WORKERS, maxtasksperchild=1) as pool:
+        for name, task in [(name, pool.apply_async(examine, (name,))) for name in wanted or names()]:
+            try:
+                row = task.get(TIMEOUT)
+            except multiprocessing.TimeoutError:
+                row = Row(name, "crash", why=[f"over {TIMEOUT} s, or its process died"])
+            print(f"{name}: {row.outcome}", *row.why[:1], flush=True)
+            rows.append(row)
     if not wanted:
         write(rows)
     failed = [row for row in rows if row.outcome in FAILURES]
