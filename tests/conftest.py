@@ -35,39 +35,36 @@ settings.load_profile("untimed")
 # every command composes forty files, which the tests hardly ever change
 Plugins.instance()
 FILES = SourcesRegistry.instance().resolve("file")
-loaded: dict[tuple[str, int], bytes] = {}
-load_config = FILES.load_config
+load_config, compose = FILES.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
+remembered: dict[tuple, bytes] = {}
+
+
+def remember(key: tuple, compute: Callable[[], Any]) -> Any:
+    """Return a copy of what was computed for this key, which has the times of all files that were read."""
+    if key in remembered:
+        return pickle.loads(remembered[key])  # quicker than a deep copy
+    result = compute()
+    with suppress(pickle.PicklingError):  # of a method whose schema is made from its options
+        remembered[key] = pickle.dumps(result)
+    return result
 
 
 def load_once(self: ConfigSource, config_path: str) -> ConfigResult:
-    """What hydra reads of a configuration file, which is read again when it has changed."""
+    """Load a configuration file with hydra."""
     file = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")  # names such as tau_0.05 hold a dot
-    key = (str(file), file.stat().st_mtime_ns)
-    if key not in loaded:
-        loaded[key] = pickle.dumps(load_config(self, config_path))
-    return pickle.loads(loaded[key])  # quicker than a deep copy
-
-
-FILES.load_config = load_once
-
-composed: dict[tuple, bytes] = {}
-compose = ConfigLoaderImpl._compose_config_from_defaults_list
+    return remember((str(file), file.stat().st_mtime_ns), lambda: load_config(self, config_path))
 
 
 def compose_once(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-    """What hydra makes of its list of files before the command line's own values; again when one has changed."""
+    """Compose hydra's list of files, before the command line's own values."""
     folders = [Path(source.path) for source in repo.get_sources() if source.scheme() == "file"]
     names = [(default.config_path, default.package) for default in defaults]
     files = [(folder / f"{name}.yaml") for name, _ in names for folder in folders]
     key = (*names, *((str(file), file.stat().st_mtime_ns) for file in files if file.exists()))
-    if key in composed:
-        return pickle.loads(composed[key])
-    result = compose(self, defaults, repo)
-    with suppress(pickle.PicklingError):  # of a method whose schema is made from its options
-        composed[key] = pickle.dumps(result)
-    return result
+    return remember(key, lambda: compose(self, defaults, repo))
 
 
+FILES.load_config = load_once
 ConfigLoaderImpl._compose_config_from_defaults_list = compose_once
 
 RECORDS = Path(__file__).parent.parent / "runs" / "records"

@@ -60,24 +60,14 @@ def test_train_padding_changes_no_potential_and_no_pair_count(attached, family, 
 
 
 @families
-def test_freeze_router_trains_routers_alone(attached, family):
+def test_freeze_leaves_gradients_of_routers_alone(attached, family):
     model, tokens = attached(family, hard=False).train(), make_tokens()
-    base = {name: p.clone() for name, p in model.named_parameters() if ".focus." not in name}
     names = freeze(model)
     assert len(names) == 4 and all(".focus.router." in name for name in names)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert sorted(trained) == sorted(names)
-    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
-    compute_logits(model, tokens)
-    for _ in range(2):
-        before = {name: p.detach().clone() for name, p in trained.items()}
-        optimizer.zero_grad()
-        model(tokens, labels=tokens).loss.backward()
-        assert all(p.grad.isfinite().all() and p.grad.any() for p in trained.values())
-        optimizer.step()
-        assert all(not torch.equal(p, before[name]) for name, p in trained.items())
-    for name, p in model.named_parameters():
-        assert name in trained or (p.grad is None and torch.equal(p, base[name]))
+    model(tokens, labels=tokens).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == set(names)
+    assert all(grad.isfinite().all() and grad.any() for grad in gradients.values())
 
     assert len(freeze(model, "all")) == len(list(model.parameters()))
     model(tokens, labels=tokens).loss.backward()

@@ -104,7 +104,7 @@ def test_importance_of_pairs_blocks_and_keys_equals_sums():
     observation = Observation(torch.zeros(5, 4), torch.zeros(5, 2, 4), keys, fractions, total)
     assert pair_importance(observation)[3:].tolist() == [[6, 1, 1, 2, 0], [3, 3, 3, 1, 0]]  # over heads
     assert block_mass(observation, 2)[:, 3:].tolist() == [[[6, 2, 0], [3, 1, 0]], [[1, 1, 0], [3, 3, 0]]]  # of a head
-    assert key_importance(observation).tolist() == [[27, 0, 0, 9, 0], [0, 7, 7, 0, 0]]  # of a head, over queries
+    assert key_importance(observation).T.tolist() == [[27, 0, 0, 9, 0], [0, 7, 7, 0, 0]]  # of a head, over queries
 
 
 @torch.no_grad()

@@ -57,10 +57,11 @@ def run_at_once(model, ids, mask=None):
 
 
 @pytest.mark.parametrize(("top_k", "rule"), RULES)
-def test_forward_groups_the_cache_unless_all_pairs_are_kept(tiny_model, top_k, rule):
-    model, ids = attach_focus(tiny_model("llama"), top_k, rule), make_tokens()
-    found, cache = run_in_chunks(model, ids, [40])
-    assert is_grouped(cache) == ((top_k, rule) != (3, "share"))
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma3"])
+def test_forward_chunks_with_cache_equal_one_pass(tiny_model, family, top_k, rule):
+    model, ids = attach_focus(tiny_model(family), top_k, rule), make_tokens()
+    found, cache = run_in_chunks(model, ids, [7, 7] + [1] * 26)
+    assert is_grouped(cache) == ((top_k, rule) != (3, "share"))  # that keeps all pairs
     torch.testing.assert_close(found, run_at_once(model, ids), rtol=1e-4, atol=1e-5)
 
 
