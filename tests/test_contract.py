@@ -91,7 +91,7 @@ def describe_state(model: PreTrainedModel) -> dict[str, object]:
 
 
 def test_ways_have_every_method():
-    assert {method for method, *_ in WAYS.values()} == METHODS.keys()
+    assert {method for method, *_ in WAYS.values()} >= METHODS.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
