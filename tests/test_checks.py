@@ -1,14 +1,12 @@
 """Configurations that are parsed: what a YAML file says of its own weights or text, and impossible combinations."""
 
-from dataclasses import fields, is_dataclass, replace
-from typing import get_type_hints
+from dataclasses import fields, replace
 
 import pytest
 from builders import make_config
 
-from focus_exp.attention.options import violated_constraint
 from focus_exp.checks import drop_file_fields
-from focus_exp.config import Config, DataConfig, FocusConfig, ModelConfig, is_shipped, shipped
+from focus_exp.config import DataConfig, ModelConfig, shipped
 from focus_exp.errors import UserError
 from focus_exp.jobs.compose import needs_base
 
@@ -51,27 +49,3 @@ def test_parse_architecture_of_existing_weights_cannot_change(place):
         make_config(place, "model.architecture.n_layer=6")
     assert make_config(place, "++model.architecture.attn_pdrop=0").model.architecture
     assert make_config(place, "recipe=scratch", "model.architecture.n_layer=6").model.architecture["n_layer"] == 6
-
-
-def test_is_shipped_repositories_of_conf_alone():
-    assert is_shipped("model", "openai-community/gpt2") and is_shipped("data", "emozilla/pg19")
-    assert not is_shipped("model", "owner/mine")
-
-
-def choice_options(schema):
-    """Yield every field with choices of a dataclass and those in it."""
-    hints = get_type_hints(schema) | {"attention": FocusConfig}
-    for item in fields(schema):
-        if is_dataclass(hints[item.name]):
-            yield from choice_options(hints[item.name])
-        elif item.metadata.get("choices"):
-            yield item
-
-
-def test_options_with_choices_refuse_other_values():
-    options = list(choice_options(Config))
-    assert len(options) > 15
-    for item in options:
-        choices = item.metadata["choices"]
-        assert violated_constraint("nonsense", item.metadata) == f"one of {', '.join(choices)}"
-        assert all(violated_constraint(choice, item.metadata) is None for choice in choices)

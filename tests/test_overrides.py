@@ -8,23 +8,7 @@ from focus_exp.cli import quote_override
 from focus_exp.renames import RENAMED, renamed_key_reason, upgrade_keys
 
 PATHS = [
-    *(
-        "é/ü",
-        "br[1]/(x",
-        "{a}",
-        "#x",
-        "it's",
-        'a "b"',
-        "a=b",
-        "a b",
-        "a,b",
-        "1e5",
-        "true",
-        " x",
-        "tail\\",
-        "p|q",
-        "[x]",
-    ),
+    *("é/ü", "br[1]/(x", "{a}", "#x", "it's", 'a "b"', "a=b", "a b", "a,b", "1e5", "true", " x", "tail\\", "p|q"),
     *("[x]", "x$y", "`x`", "a:b", "1_0", "\N{SNOWMAN}"),
 ]
 

@@ -33,10 +33,6 @@ COMMANDS = [
 ]
 
 
-def test_readme_is_short():
-    assert len(README.splitlines()) <= 110
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_links_exist(page):
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))

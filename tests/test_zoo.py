@@ -96,26 +96,3 @@ def test_router_sizes_equal_the_papers(name: str, groups: int, routing_dim: int,
 def test_zoo_architecture_fields_exist(path) -> None:
     written = OmegaConf.load(path).architecture
     assert set(written) <= set(AutoConfig.for_model(written.model_type).to_dict())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_model_is_finite_and_deterministic(tiny_model, family: str) -> None:
-    tokens = torch.arange(40)[None]
-    logits = tiny_model(family)(tokens).logits
-    assert logits.shape == (1, 40, 257) and logits.isfinite().all()
-    assert torch.equal(logits, tiny_model(family)(tokens).logits)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_model_window_limits_context(tiny_model, family: str) -> None:
-    model = tiny_model(family, torch.float64)
-    tokens = torch.arange(40)[None]
-    changed = tokens.masked_fill(tokens == 0, 200)
-    reached = (model(tokens).logits != model(changed).logits).any(-1).nonzero()[:, 1]
-    assert reached.max() == (14 if family == "mistral" else 39)
-
-
-@pytest.mark.parametrize(("family", "sliding"), [("qwen2", 1), ("gemma2", 0), ("gemma3", 0)])
-def test_tiny_model_interleaves_layer_types(tiny_model, family: str, sliding: int) -> None:
-    kinds = tiny_model(family).config.layer_types
-    assert [kind == "sliding_attention" for kind in kinds] == [layer == sliding for layer in range(2)]
