@@ -4,10 +4,9 @@ import math
 
 import pytest
 
-from focus_exp.reporting import claims as ledger
-from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, mean_of, required_sample
+from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, required_sample
 from focus_exp.reporting.claims import Claim, at_least, below, collapses, drops
-from focus_exp.reporting.load import matches, read_yaml, select
+from focus_exp.reporting.load import select
 from focus_exp.results.intervals import Estimate, needed, over_seeds, student
 
 
@@ -24,35 +23,26 @@ def make_change(low, high, **cells):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "size", "verdict"),
+    ("low", "high", "size", "cells", "verdict"),
     [
-        (-0.2, -0.1, None, "reproduced"),
-        (-0.2, -0.1, -0.15, "reproduced"),
-        (-0.4, -0.1, -0.15, "same direction"),  # so wide that it contains twice the effect
-        (-0.2, -0.1, -0.05, "same direction"),
-        (-0.1, 0.1, -0.15, "inconclusive"),
-        (0.1, 0.2, -0.15, "not reproduced"),
-        (None, None, None, "inconclusive"),
+        (-0.2, -0.1, None, {}, "reproduced"),
+        (-0.2, -0.1, -0.15, {}, "reproduced"),
+        (-0.4, -0.1, -0.15, {}, "same direction"),  # so wide that it contains twice the effect
+        (-0.2, -0.1, -0.05, {}, "same direction"),
+        (-0.1, 0.1, -0.15, {}, "inconclusive"),
+        (0.1, 0.2, -0.15, {}, "not reproduced"),
+        (None, None, None, {}, "inconclusive"),
+        # a non-causal side has an advantage: it can lose, but cannot support a claim
+        (-0.2, -0.1, None, {"causal": False}, "out of scope"),
+        (0.1, 0.2, None, {"causal": False}, "not reproduced"),
+        (0.1, 0.2, None, {"reference_causal": False}, "out of scope"),
+        (-0.2, -0.1, None, {"reference_causal": False}, "reproduced"),
     ],
 )
-def test_below_follows_the_interval(low, high, size, verdict):
-    row = make_row(value=-0.1, low=low, high=high)
+def test_below_follows_the_interval(low, high, size, cells, verdict):
+    row = make_row(value=-0.1, low=low, high=high, **cells)
     ratio = None if size is None else [math.exp(size), 1]
     assert below([row], paper_ratio=ratio).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "causal", "reference_causal", "verdict"),
-    [
-        (-0.2, -0.1, False, True, "out of scope"),
-        (0.1, 0.2, False, True, "not reproduced"),  # loses despite its advantage
-        (0.1, 0.2, True, False, "out of scope"),
-        (-0.2, -0.1, True, False, "reproduced"),
-    ],
-)
-def test_below_noncausal_router_cannot_support_claim(low, high, causal, reference_causal, verdict):
-    row = make_change(low, high, causal=causal, reference_causal=reference_causal)
-    assert below([row]).verdict == verdict
 
 
 def test_below_inactive_mask_is_left_out():
@@ -144,20 +134,19 @@ def test_collapses_follows_largest_and_empty_groups(largest, empty, collapse, ba
     assert collapses(rows, **BALANCE).verdict == balance
 
 
-def test_collapses_short_training_is_inconclusive():
-    assert collapses(make_router(0.2, 0.0, step=100), **COLLAPSE).verdict == "inconclusive"
-    assert collapses(make_router(0.99, 7.0, step=100), **COLLAPSE).verdict == "reproduced"
-
-
-def test_collapses_setups_must_agree():
-    rows = make_router(0.99, 7.0) + make_router(0.2, 0.0, setup="b")
-    assert collapses(rows, **COLLAPSE).verdict == "inconclusive"
-
-
-def test_collapses_interval_decides_over_seeds():
-    rows = make_router(0.6, 0.1, seeds=(0, 1, 2), spread=0.19)
-    assert collapses(rows, **COLLAPSE).verdict == "not reproduced"
-    assert collapses(make_router(0.6, 0.1, seeds=(0, 1, 2), spread=0.4), **COLLAPSE).verdict == "inconclusive"
+@pytest.mark.parametrize(
+    ("rows", "verdict"),
+    [
+        (make_router(0.2, 0.0, step=100), "inconclusive"),  # trained too short
+        (make_router(0.99, 7.0, step=100), "reproduced"),
+        (make_router(0.99, 7.0) + make_router(0.2, 0.0, setup="b"), "inconclusive"),  # setups must agree
+        # over seeds the interval decides
+        (make_router(0.6, 0.1, seeds=(0, 1, 2), spread=0.19), "not reproduced"),
+        (make_router(0.6, 0.1, seeds=(0, 1, 2), spread=0.4), "inconclusive"),
+    ],
+)
+def test_collapses_considers_steps_setups_and_seeds(rows, verdict):
+    assert collapses(rows, **COLLAPSE).verdict == verdict
 
 
 # --- scores ---
@@ -205,12 +194,6 @@ def test_judge_picks_the_longest():
     assert make_claim(pick="tokens").judge(rows).verdict == "not reproduced"
 
 
-def test_claims_know_every_comparison():
-    for claim in (Claim(**entry) for entry in read_yaml("claims")):
-        assert claim.comparison in ledger.COMPARISONS
-        assert max(len(claim.claim), len(claim.paper)) <= 60
-
-
 # --- aggregation ---
 
 
@@ -248,28 +231,7 @@ def test_required_sample_grows_with_comparisons():
     assert several["required_units"] > one["required_units"]
 
 
-def test_mean_of_changes_is_geometric():
-    assert mean_of([10.0, -100 / 11], percent=True) == pytest.approx(0.0)
-    assert mean_of([2.0, 8.0], perplexity=True) == pytest.approx(4.0)
-    assert mean_of([2.0, 8.0]) == 5.0
-
-
 # --- rows ---
-
-
-def test_load_results_differences_have_both_directions(published):
-    between = [
-        row for row in published.rows if row.metric == "nll_change" and row.reference_setup and row.source == "rows"
-    ]
-    pairs = {(row.run, row.variant, row.reference): row.value for row in between}
-    assert len(pairs) > 180
-    assert all(pairs[run, other, one] == -value for (run, one, other), value in pairs.items())
-
-
-def test_load_results_change_is_log_ratio_of_levels(published):
-    rows = [row for row in published.rows if row.metric == "nll_change" and row.level and row.reference_level]
-    assert len(rows) > 1000
-    assert max(abs(math.log(row.level / row.reference_level) - row.value) for row in rows) < 1e-9
 
 
 def test_select_takes_lists_patterns_and_queries(published):
@@ -277,11 +239,3 @@ def test_select_takes_lists_patterns_and_queries(published):
     assert {row.top_k for row in select(published.rows, {"top_k": [2, 3]}, "num_groups == 4")} == {2, 3}
     assert select(published.rows, {"variant": "none"}) == []
     assert select(published.rows, {"variant": "k_2"}, "step < 0") == []  # a missing cell does not compare
-
-
-@pytest.mark.parametrize(
-    ("cell", "wanted", "same"),
-    [("a_b", "a_*", True), (1, 1, True), (1, [2, 1], True), (None, None, True), ("a", "b*", False), (None, "a", False)],
-)
-def test_matches_cells(cell, wanted, same):
-    assert matches(cell, wanted) is same

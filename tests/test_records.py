@@ -15,7 +15,6 @@ from focus_exp.reporting.report import check_report, write_report
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import Record, VariantRun
 
-MAX_BYTES = 3 * 2**19  # of an adapter
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "runs" / "records"
 
@@ -113,12 +112,6 @@ def test_load_damaged_record_raises(tmp_path, change, message):
     path.write_text(change(path.read_text()))
     with pytest.raises(UserError, match=message):
         Record.load(path)
-
-
-def test_published_files_are_small():
-    sizes = {str(path): path.stat().st_size for path in RECORDS.rglob("*") if path.is_file()}
-    assert {path: size for path, size in sizes.items() if size > MAX_BYTES} == {}
-    assert sum(sizes.values()) < 40 * 2**20
 
 
 def test_published_files_name_no_local_directory():

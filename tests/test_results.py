@@ -4,19 +4,15 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from builders import make_config
 
 from focus_exp.config_hash import config_hash
-from focus_exp.reporting.load import Results
 from focus_exp.results.environment import commit
 from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import run_folder
 from focus_exp.results.setup import setup_key
-
-RECORDS = Path(__file__).parent.parent / "runs" / "records"
 
 
 def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:
@@ -48,14 +44,6 @@ def test_run_folder_is_named_after_what_runs(overrides: list[str], names: tuple[
     assert folder.parts[:2] == ("runs", "retrofit")
     assert folder.parts[2] == f"{names[0]}-{names[1]}-cpu"
     assert folder.name == f"focus-seed0-{config_hash(config)}"
-
-
-def test_published_runs_moved_is_one_to_one(published: Results) -> None:
-    moved = pd.read_csv(RECORDS / "moved.csv")
-    assert set(moved.now) <= set(published.runs.index)
-    assert moved.before.is_unique
-    unrun = ("gpt2", "mistral", "124m")
-    assert not [run for run in published.runs.index if any(name in run for name in unrun)]
 
 
 def test_setup_key_differs_by_what_is_computed_alone() -> None:

@@ -1,43 +1,20 @@
-"""What a finished run shows: its table, figures, continuations and card."""
+"""What a finished run shows: its table, figures and continuations."""
 
 import pandas as pd
 import pytest
 from running import only_run
 
 from focus_exp.reporting import figures
-from focus_exp.reporting.load import load_run, read_log
-from focus_exp.reporting.run_report import render_continuations, run_tables, write_run_report
+from focus_exp.reporting.load import load_run
+from focus_exp.reporting.run_report import render_continuations, run_tables
 
 
-@pytest.fixture
-def trained(finished_run):
-    return only_run(finished_run)
-
-
-def test_run_writes_table_and_figures(trained):
-    text = (trained / "table.md").read_text()
-    assert "## Quality" in text
-    assert "| focus_hard |" in text
-    names = {path.name for path in (trained / "figures").glob("*.svg")}
-    assert names == {"loss_curve.svg"}
-
-
-def test_write_run_report_twice_gives_the_same_bytes(trained):
-    before = (trained / "table.md").read_bytes()
-    write_run_report(trained)
-    assert (trained / "table.md").read_bytes() == before
-
-
-def test_run_tables_quality_has_paired_changes(trained):
-    table = run_tables(load_run(trained).rows)["Quality"]
+def test_run_tables_quality_has_paired_changes(finished_run):
+    table = run_tables(load_run(only_run(finished_run)).rows)["Quality"]
     assert table.variant.iloc[0] == "base"
     hard = table[table.variant == "focus_hard"].iloc[0]
     assert hard["ΔPPL [%], base"].startswith(("+", "-"))
     assert table[table.variant == "base"]["ΔPPL [%], base"].item() == "-"
-
-
-def test_read_log_of_a_run_has_losses(trained):
-    assert [line["step"] for line in read_log(trained) if "loss" in line] == [1, 2, 3, 4]
 
 
 # --- figures ---
