@@ -116,20 +116,6 @@ def test_make_loader_ranks_see_disjoint_sequences():
     assert len({len(loader) for loader in loaders}) == 1
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"batch_size": 12}, "1 x 12"),
-        ({"batch_size": 4, "accumulate": 3}, "3 x 4"),
-        ({"batch_size": 3}, "multiple of 2"),
-        ({"batch_size": 1, "accumulate": 5}, "multiple of 2"),
-    ],
-)
-def test_make_loader_unfit_batch_size_raises(sizes, message):
-    with pytest.raises(UserError, match=message):
-        make_loader(pack(40), seed=0, steps=range(1), world_size=2, **sizes)
-
-
 # documents
 
 

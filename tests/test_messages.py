@@ -16,9 +16,9 @@ import pytorch_lightning as pl
 import torch
 import wandb
 import yaml
-from running import fitting, only_run, record_of, router_steps, run, tiny, without_attention
+from running import fitting, only_run, router_steps, run, tiny, without_attention
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, T5Config
+from transformers import PreTrainedTokenizerBase, T5Config
 
 from focus_exp import __main__ as command_line
 from focus_exp import assets
@@ -84,21 +84,35 @@ def test_typed_mistake_gets_its_message(settings, expect, tmp_path, monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
-        MemoryError(),
-    ],
-    ids=["cuda", "cpu", "python"],
-)
-def test_out_of_memory_gets_its_message(settings, expect, monkeypatch, request, error):
-    def fail(config):
+DISK_OF_SAFETENSORS = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+# situation, what raises, and the error
+FAILURES = [
+    ("out of memory, cuda", (command_line, "execute"),
+     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has")),
+    ("out of memory, cpu", (command_line, "execute"),
+     RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")),
+    ("out of memory, python", (command_line, "execute"), MemoryError()),
+    ("read-only run folder", (run_module, "replace_file"), OSError(errno.EROFS, "Read-only file system")),
+    ("full disk at a checkpoint", (pl.Trainer, "save_checkpoint"), OSError(errno.ENOSPC, "No space left on device")),
+    ("full disk at weights, save_file", (adapter_module, "save_file"), DISK_OF_SAFETENSORS),
+    ("full disk at weights, save_pretrained", (PreTrainedTokenizerBase, "save_pretrained"), DISK_OF_SAFETENSORS),
+    ("logger.wandb=online without login", (wandb, "init"),
+     wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("situation", "place", "error"), FAILURES, ids=[situation for situation, *_ in FAILURES])
+def test_failure_gets_its_message_and_leaves_no_part_of_weights(expect, tmp_path, monkeypatch, situation, place, error):
+    def fail(*arguments, **options):
+        if isinstance(error, OSError):
+            error.filename = next(str(value) for value in arguments if isinstance(value, Path))
         raise error
 
-    monkeypatch.setattr(command_line, "execute", fail)
-    expect(f"out of memory, {request.node.callspec.id}", *settings)
+    monkeypatch.setattr(*place, fail)
+    phases = ("recipe=finetune", router_steps(1), "recipe.phases.everything.steps=1")
+    wandb_mode = ["logger.wandb=online"] if place[0] is wandb else []
+    expect(situation, *tiny(tmp_path), *phases, *wandb_mode)
+    assert not list((tmp_path / "runs").rglob("*model*"))
 
 
 def test_folder_that_cannot_be_created_gets_its_message(settings, expect, tmp_path, monkeypatch):
@@ -118,33 +132,6 @@ def test_folder_that_is_a_file_gets_its_message(settings, expect, tmp_path, key)
     (tmp_path / "file").write_text("")
     for place in ("file", "file/below"):
         expect(f"{key} is {place}", *settings, f"{key}={tmp_path / place}")
-
-
-def test_read_only_run_folder_gets_its_message(settings, expect, monkeypatch):
-    def fail(path, content):
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
-
-    monkeypatch.setattr(run_module, "replace_file", fail)
-    expect("read-only run folder", *settings)
-
-
-def test_full_disk_at_a_checkpoint_gets_its_message(expect, tmp_path, monkeypatch):
-    def fail(self, path, *rest):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(pl.Trainer, "save_checkpoint", fail)
-    expect("full disk at a checkpoint", *tiny(tmp_path), router_steps(1))
-    assert record_of(tmp_path).status == "failed"
-
-
-@pytest.mark.parametrize("writer", [(adapter_module, "save_file"), (PreTrainedModel, "save_pretrained")])
-def test_full_disk_at_weights_gets_its_message(expect, tmp_path, monkeypatch, writer):
-    def fail(*arguments, **options):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(*writer, fail)
-    phases = ("recipe=finetune", router_steps(1), "recipe.phases.everything.steps=1")
-    expect(f"full disk at weights, {writer[1]}", *tiny(tmp_path), *phases)
 
 
 def test_unusable_text_gets_its_message(settings, expect, tmp_path, monkeypatch):
@@ -187,14 +174,6 @@ def test_hub_without_network_gets_its_message(settings, expect, monkeypatch):
     monkeypatch.setattr(assets, "hub_reachable", lambda: False)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     expect("assets=hub without network", *command)
-
-
-def test_wandb_without_login_gets_its_message(settings, expect, monkeypatch):
-    def fail(**options):
-        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
-
-    monkeypatch.setattr(wandb, "init", fail)
-    expect("logger.wandb=online without login", *settings, "logger.wandb=online")
 
 
 def test_sweep_without_slurm_gets_its_message(settings, expect, tmp_path, monkeypatch):

@@ -55,7 +55,6 @@ MODELS = [
     ("", write_model, "LlamaForCausalLM"),
     ("/model.safetensors", write_model, "LlamaForCausalLM"),
     ("/mine.gguf", lambda place: (place.mkdir(), write_gguf(plain_qwen2(), place / "mine.gguf")), "Qwen2ForCausalLM"),
-    ("", lambda place: None, f"no such file or folder. {SAVED}"),
     ("", write_without_config, "the folder has no config.json (got generation_config.json, model.safetensors, "
      f"tokenizer.json, tokenizer_config.json). {SAVED}"),
     ("", lambda place: write_files(place, mine_gguf=b""), "the folder has no config.json (got "
@@ -76,8 +75,6 @@ TEXTS = [
     ("/[0-2].txt", write_texts, [1, 1, 1]),
     ("/a.jsonl", write_rows, [36, 2, 2]),
     ("/a.parquet", write_rows, [36, 2, 2]),
-    ("", lambda place: None, "no such folder, and no file matches."),
-    ("", lambda place: place.mkdir(), "the folder has no .txt, .md, .jsonl, .parquet file. Name others with a glob."),
     ("", lambda place: write_files(place, a_md=b" \n"), "no text in PLACE/a.md or the other files. Give files with "
      "text."),
     ("", lambda place: (write_texts(place), (place / "a.jsonl").touch()), "must have one kind of files (got 0.txt and "
@@ -86,8 +83,6 @@ TEXTS = [
      "is 4 bytes, smaller than the minimum file footer (8 bytes))."),
     ("/a.csv", lambda place: write_files(place, a_csv=b"a"), ".csv is not read. Write a .jsonl file, an object a line "
      "with the text under data.text_column, or leave it out with a glob in data.files."),
-    ("/a.txt", lambda place: write_files(place, a_txt="a".encode("utf-16")), "must be UTF-8 text (got 0xff at byte "
-     "0). Convert it (iconv -f <encoding> -t utf-8), or leave it out with a glob in data.files."),
     ("/a.jsonl", lambda place: write_files(place, a_jsonl=b'{"body": "a"}'), "'text' is no column. Set "
      "data.text_column to body."),
 ]  # fmt: skip
