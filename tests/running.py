@@ -30,6 +30,11 @@ from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record
 
 TIMES = ("seconds", "tokens_per_second")
+# a short fit of two encoders
+DUAL = [
+    *("attention=focus_dual", "recipe=none", "attention.groups=4", "attention.fit_steps=4"),
+    *("attention.calibration_sequences=2", "attention.validation_sequences=1"),
+]
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,11 @@ from tokenizers.processors import TemplateProcessing
 from focus_exp import assets, attach, disable_method, set_routing
 from focus_exp import config as schema
 from focus_exp.assets import cache_root
-from focus_exp.checks import check_tasks
 from focus_exp.data import SequenceDataset, TokenStream, embedded_benchmarks
 from focus_exp.data.embedded_benchmarks import MEMBERS, NAME, load_benchmark
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import benchmarks, lm_eval_harness
-from focus_exp.evaluation.benchmarks import (
-    BenchmarkEvaluator,
-    Metric,
-    TaskResult,
-    paired_difference,
-)
+from focus_exp.evaluation.benchmarks import BenchmarkEvaluator, Metric, TaskResult, paired_difference
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.lm_eval_harness import BOOTSTRAP_SAMPLES, MaskedLM, run_task
 from focus_exp.evaluation.perplexity import PairCounter, score
@@ -55,11 +49,8 @@ CHOICE = [{"question": f"Which {'or ' * (n % 4)}is it?", "choices": CHOICES, "an
 WORDS = [{"context": f"{'left right ' * n}left", "target": " right", "id": n} for n in range(5)]
 LONG = [{"context": "ab " * n, "target": "cd", "id": n} for n in (2, 300)]
 MULTIPLE = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "question",
-    "doc_to_choice": "choices",
-    "doc_to_target": "answer",
-}
+    "output_type": "multiple_choice", "doc_to_text": "question", "doc_to_choice": "choices", "doc_to_target": "answer",
+}  # fmt: skip
 LIKELY = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "target", "target_delimiter": ""}
 MEAN = {"aggregation": "mean", "higher_is_better": True}
 SCORED = [{"metric": "acc", **MEAN}, {"metric": "acc_norm", **MEAN}]
@@ -105,14 +96,6 @@ def attach_hard(model, **options):
     return set_routing(model.eval(), hard=True, top_k=1)
 
 
-def measure_all(model, config: schema.Config, folder: Path) -> list[SimpleNamespace]:
-    """Score base and attached variants of an attached model."""
-    evaluator = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, folder)
-    evaluator.measure_base()
-    evaluator.measure_attached()
-    return rows_of(evaluator)
-
-
 def rows_of(evaluator: BenchmarkEvaluator) -> list[SimpleNamespace]:
     """Return each score with its settings, its paired change from the base, and what the mask did on its requests."""
     rows = []
@@ -153,7 +136,7 @@ def run(model, name: str, **settings: Any) -> TaskResult:
 
 @pytest.fixture
 def measure(tiny_model, tmp_path, monkeypatch) -> Callable[..., BenchmarkEvaluator]:
-    """measure(names, prepare=..., **eval settings): score a tiny attached model in `tmp_path`."""
+    """measure(names, **eval settings): score a tiny attached model in `tmp_path`."""
     load_real = lm_eval_harness.load_task
 
     def load_own(name, config, cache):
@@ -162,12 +145,11 @@ def measure(tiny_model, tmp_path, monkeypatch) -> Callable[..., BenchmarkEvaluat
     monkeypatch.setattr(lm_eval_harness, "load_task", load_own)
     monkeypatch.setattr(lm_eval_harness, "check_names", lambda names: None)
 
-    def run(names, prepare=lambda model: None, folder="benchmarks", options=None, **settings) -> BenchmarkEvaluator:
+    def run(names, folder="benchmarks", **settings) -> BenchmarkEvaluator:
         config, model = make_config(names, **settings), tiny_model("llama")
         evaluator = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / folder)
         evaluator.measure_base()
-        attach_hard(model, **(options or {}))
-        prepare(model)
+        attach_hard(model)
         evaluator.measure_attached()
         return evaluator
 
@@ -228,30 +210,17 @@ def test_task_equals_stock_lm_eval(llama, name):
     assert [s["prompt_hash"] for s in result.samples] == [s["prompt_hash"] for s in expected["samples"][name]]
 
 
-def test_request_stats_count_every_pair_of_every_request(tiny_model):
+def test_request_stats_count_each_distinct_request_without_padding(tiny_model):
     model, encode = attach_hard(tiny_model("qwen2")), byte_tokenizer().encode  # its second layer slides over 8 tokens
-    result = run(model, "choice", limit=2)
+    result, expected = run(model, "choice", limit=2), PairCounter()
     inputs = {tuple(encode(row["question"]) + encode(f" {c}"))[:-1] for row in CHOICE[:2] for c in CHOICES}
-    totals, sizes = np.zeros((2, 3)), np.zeros((2, GROUPS))
-
-    def count(layer, _, selection, sequence):
-        group = selection.key_groups[0].int().argmax(-1)
-        i, j = torch.arange(len(group))[:, None], torch.arange(len(group))
-        visible = i >= j if sequence.allowed is None else sequence.allowed[0, 0]
-        distant = visible & (i - j > WINDOW) & (j >= SINKS)
-        kept = distant & (group[:, None] == group)
-        totals[layer] += [int(pairs.sum()) for pairs in (visible, distant, kept)]
-        sizes[layer] += np.bincount(group, minlength=GROUPS)
-
-    with torch.no_grad(), observe_selections(model, count):
+    with torch.no_grad(), observe_selections(model, expected.observe):
         for tokens in inputs:
             model(torch.tensor([tokens]))
-    total, distant, kept = totals.sum(0)
     assert result.requests == len(inputs)
-    assert result.distant_density == pytest.approx(kept / distant)
-    assert result.sparsity == pytest.approx((distant - kept) / total)
-    fractions = sizes / sizes.sum(1, keepdims=True)
-    np.testing.assert_allclose(result.group_fractions, fractions, atol=1e-6)  # padding is in no group
+    assert result.distant_density == pytest.approx(expected.distant_density)
+    assert result.sparsity == pytest.approx(expected.sparsity)
+    np.testing.assert_allclose(result.group_fractions, expected.group_fractions, atol=1e-6)
 
 
 def test_rows_of_a_router_are_paired_with_base_and_controls(measure):
@@ -345,12 +314,13 @@ def test_interrupted_benchmarks_resume_to_the_same_rows(measure, monkeypatch, tm
     assert ran[8:] == [("words", HARD)]
 
 
-def test_request_longer_than_the_model_is_an_error(measure):
-    failed = measure(["long", "choice"], folder="strict", controls=False)
-    error = find(failed, BASE, "long", "").error
-    assert "901" in error and "512" in error
-    assert find(failed, HARD, "choice", "acc").value is not None
-    failed.require_score()
+@pytest.mark.parametrize(("failing", "words"), [("long", ["901", "512"]), ("wrong_label", ["label"])])
+def test_task_that_fails_is_an_error_next_to_the_others(measure, failing, words):
+    evaluator = measure([failing, "choice"], controls=False)
+    error = find(evaluator, BASE, failing, "").error
+    assert all(word in error for word in words)
+    assert find(evaluator, HARD, "choice", "acc").value is not None
+    evaluator.require_score()
 
 
 def test_require_score_raises_where_every_task_failed(measure):
@@ -364,12 +334,6 @@ def test_prompt_to_continue_longer_than_the_model_raises(tiny_model):
     with pytest.raises(UserError, match="<= 100 tokens .got 101"):
         lm.tok_batch_encode(["a" * 101], left_truncate_len=100)
     assert likelihoods(lm, [([7], [8] * lm.max_length)])
-
-
-def test_document_that_can_only_be_wrong_is_an_error(measure):
-    evaluator = measure(["wrong_label", "words"], controls=False)
-    assert "label" in find(evaluator, BASE, "wrong_label", "").error
-    assert find(evaluator, HARD, "words", "acc").value is not None
 
 
 def test_fewshot_examples_missing_or_fixed(llama, capsys):
@@ -543,7 +507,10 @@ def test_official_tasks_run_on_embedded_items(tiny_model, few_official, embedded
     config = make_config(["truthfulqa_mc1", "hellaswag", "boolq", "gsm8k_cot"], limit=2)
     config.cache_dir = str(embedded)
     model = attach_hard(tiny_model("llama"))
-    rows = measure_all(model, config, tmp_path / "run")
+    evaluator = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / "run")
+    evaluator.measure_base()
+    evaluator.measure_attached()
+    rows = rows_of(evaluator)
     missing = {row.task: row.error for row in rows if row.error}
     assert [*missing] == ["truthfulqa_mc1", "gsm8k_cot"]
     assert "truthfulqa/truthful_qa" in missing["truthfulqa_mc1"] and "openai/gsm8k" in missing["gsm8k_cot"]
@@ -555,15 +522,6 @@ def test_official_tasks_run_on_embedded_items(tiny_model, few_official, embedded
     )
     with pytest.raises(UserError, match=r"eval\.tasks .*helaswag"):
         BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, make_config(["helaswag"]), PRECISION, tmp_path)
-
-
-@pytest.mark.parametrize("names", [["perplexity"], ["passkey@4k"], ["piqa", "passkey@64", "piqa"]])
-def test_check_tasks_refuses_impossible_names(names):
-    def reasons(tasks):
-        return list(check_tasks(SimpleNamespace(eval=SimpleNamespace(tasks=tasks), job="plan")))
-
-    assert names[0] in reasons(names)[0]
-    assert reasons(["piqa", "passkey", "passkey@64", "perplexity@64"]) == []
 
 
 def test_datasets_of_the_hub_are_read_from_there(monkeypatch, embedded):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_config
-from running import fitting, only_run, run, tiny
+from running import DUAL, fitting, only_run, run, tiny
 
 from focus_exp import attach
 from focus_exp.data import SequenceDataset, TokenStream
@@ -19,12 +19,6 @@ from focus_exp.results.record import Record
 from focus_exp.training.precision import choose_precision
 
 JOB = ["job=generate", "recipe.steps=2"]
-FIT = [
-    "attention.calibration_sequences=2",
-    "attention.validation_sequences=1",
-    "attention.fit_steps=4",
-    "attention.groups=4",
-]
 
 
 def continuations(folder):
@@ -121,7 +115,7 @@ def test_prompts_are_distinct_and_spread(sequences):
 
 
 def test_dual_router_with_a_budget_generates(tmp_path):
-    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *FIT, "attention.density=0.5")
+    dual = fitting(*tiny(tmp_path), *DUAL, "attention.density=0.5")
     result = run(*dual, "job=generate")
     assert result.code == 0, result.err
     rows = continuations(tmp_path)
@@ -131,7 +125,7 @@ def test_dual_router_with_a_budget_generates(tmp_path):
 
 
 def test_dual_router_generates_with_other_top_k(tmp_path):
-    dual = fitting(*tiny(tmp_path), "attention=focus_dual", "recipe=none", *FIT, "generate.top_k=[1,4]")
+    dual = fitting(*tiny(tmp_path), *DUAL, "generate.top_k=[1,4]")
     assert run(*dual, "job=generate").code == 0
     _, full, top_1, everything = continuations(tmp_path)[:4]
     assert (top_1.variant, everything.variant) == ("focus_dual k=1", "focus_dual k=4")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import fitting, only_run, record_of, run, tiny, without_attention
+from running import DUAL, fitting, only_run, record_of, run, tiny, without_attention
 
 from focus_exp import attach, set_routing
 from focus_exp.evaluation.groups import GroupAnalysis, Observation, best_pairs, mask_distant_pairs, split_heads
@@ -151,19 +151,8 @@ def test_analysis_with_a_window_wider_than_the_passage_prunes_nothing(tmp_path):
 
 
 def test_analysis_describes_heads_with_groups_of_their_own(tmp_path):
-    fitted = [
-        "attention=focus_dual",
-        "recipe=none",
-        "attention.calibration_sequences=4",
-        "attention.validation_sequences=2",
-    ]
-    fitted += [
-        "attention.fit_steps=8",
-        "attention.groups=3",
-        "attention.top_k=1",
-        "attention.groups_per_layer=[1,[0,2]]",
-    ]
-    result = run(*fitting(*tiny(tmp_path), "job=analyze", *fitted))
+    groups = ["attention.groups=3", "attention.top_k=1", "attention.groups_per_layer=[1,[0,2]]"]
+    result = run(*fitting(*tiny(tmp_path), "job=analyze", *DUAL, *groups))
     assert result.code == 0, result.err
     rows = measured(tmp_path)
     density = rows[rows.metric == "passage_distant_density"].set_index(["layer", "head"]).value

@@ -13,9 +13,9 @@ from builders import eval_config, scored
 from conftest import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import attention_of, fitting, only_run, record_of, router_steps, run, tiny
+from running import DUAL, attention_of, fitting, only_run, record_of, router_steps, run, tiny
 
-from focus_exp import attach, disable_method, set_routing
+from focus_exp import attach, set_routing
 from focus_exp import config as schema
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.data import SequenceDataset, TokenStream
@@ -83,17 +83,6 @@ def test_score_batch_size_changes_neither_losses_nor_pairs(tiny_model, batch_siz
     np.testing.assert_allclose(many.nll, single.nll, rtol=0, atol=1e-5)
     assert single.pairs.totals[:2] == many.pairs.totals[:2]
     assert single.pairs.distant_density == pytest.approx(many.pairs.distant_density, abs=1e-3)
-
-
-def test_score_disabled_method_counts_no_pairs(tiny_model):
-    model, blocks = tiny_model("llama"), SequenceDataset(random_stream([64]), 32, cross_documents=True)
-    base = score_all(model, blocks)
-    attach(model, "window", window=4, sinks=0)
-    with disable_method(model):
-        off = score_all(model, blocks)
-    assert base.pairs == off.pairs == PairCounter() and off.pairs.sparsity == 0
-    np.testing.assert_allclose(off.nll, base.nll, rtol=0, atol=1e-5)
-    assert score_all(model, blocks).pairs.distant_density == 0
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -391,19 +380,8 @@ def test_rows_follow_method_and_training(measure, method, train, kinds):
             assert row.nll == pytest.approx(rows[0].nll, abs=1e-5) and row.sparsity == 0
 
 
-def test_rows_of_a_noncausal_router_say_so(measure):
-    rows = measure(config=make_config(assignment="sinkhorn")).variants
-    assert {row.kind: row.causal for row in rows} == {"base": True, "soft": False, "hard": False, "control": True}
-
-
 def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
-    fit = [
-        "attention.calibration_sequences=2",
-        "attention.validation_sequences=1",
-        "attention.fit_steps=4",
-        "attention.groups=4",
-    ]
-    assert run(*fitting(*tiny(tmp_path, "other"), "attention=focus_dual", "recipe=none", *fit)).code == 0
+    assert run(*fitting(*tiny(tmp_path, "other"), *DUAL)).code == 0
     other = Record.load(next((tmp_path / "other").rglob("record.json")))
     (adapter,) = (tmp_path / "other").rglob("adapter")
     adapters = f"eval.adapters=['{adapter}','{adapter}']"
