@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from focus_exp import assets
-from focus_exp.assets import (
-    ADAPTER_FILES,
-    SMOLLM2,
-    Package,
-    cache_root,
-    fetch_package,
-    find_adapter,
-)
+from focus_exp.assets import ADAPTER_FILES, SMOLLM2, Package, cache_root, fetch_package, find_adapter
 from focus_exp.config import ModelConfig, shipped
 from focus_exp.errors import UserError
 from focus_exp.models.load import fingerprint, load_model

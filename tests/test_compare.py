@@ -91,7 +91,7 @@ def test_compare_changes_follow_from_the_losses(compared, tmp_path):
         assert "nll of base" in find_inconsistent(wrong, read_losses(csv))
     changes = nll_changes(comparison)
     assert {(m.variant, m.reference) for m in changes} == {
-        *(("lora", "focus"), ("window", "focus"), ("focus", "lora"), ("window", "lora")),
+        *(("lora", "focus"), ("window", "focus"), ("focus", "lora"), ("window", "lora"))
     }
     for m in changes:
         assert m.value == pytest.approx(np.nanmean(losses[m.variant] - losses[m.reference]), abs=1e-7)

@@ -5,6 +5,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,37 +37,20 @@ def pack(length: int, seq_len: int = 4) -> SequenceDataset:
     return SequenceDataset(make_stream([length]), seq_len, cross_documents=True)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(2, 12), st.booleans())
-def test_sequence_dataset_training_has_each_token_once_in_order(lengths, seq_len, with_bos):
+@given(st.lists(st.integers(0, 60), max_size=6), st.integers(3, 12), st.booleans(), st.booleans())
+def test_sequence_dataset_has_each_token_once_in_order_without_tails(lengths, seq_len, with_bos, cross_documents):
     stream = make_stream(lengths)
-    options = {"bos": BOS if with_bos else None, "cross_documents": True}
-    text = seq_len - with_bos
-    if len(stream) < text:
-        with pytest.raises(UserError, match=f"one sequence of {seq_len} tokens"):
-            SequenceDataset(stream, seq_len, **options)
-        return
-    dataset = SequenceDataset(stream, seq_len, **options)
-    items = [dataset[i] for i in range(len(dataset))]
-    assert all((item["input_ids"][0] == BOS) == with_bos for item in items)
-    tokens = torch.cat([item["input_ids"][with_bos:] for item in items])
-    assert tokens.tolist() == list(range(len(stream) // text * text))
-    assert all(len(item["input_ids"]) == seq_len for item in items)
-
-
-@given(st.lists(st.integers(0, 60), max_size=6), st.integers(3, 12), st.booleans())
-def test_sequence_dataset_evaluation_splits_documents_without_their_tails(lengths, seq_len, with_bos):
-    stream = make_stream(lengths)
-    text = seq_len - with_bos
-    spans = [range(start, start + n // text * text) for start, n in zip(stream.starts, lengths, strict=False)]
+    text, edges = seq_len - with_bos, [0, len(stream)] if cross_documents else stream.starts
+    spans = [range(begin, begin + (end - begin) // text * text) for begin, end in pairwise(edges)]
     expected = [token for span in spans for token in span]
-    options = {"bos": BOS if with_bos else None, "cross_documents": False}
+    options = {"bos": BOS if with_bos else None, "cross_documents": cross_documents}
     if not expected:
         with pytest.raises(UserError, match=f"one sequence of {seq_len} tokens"):
             SequenceDataset(stream, seq_len, **options)
         return
     dataset = SequenceDataset(stream, seq_len, **options)
     items = [dataset[i]["input_ids"] for i in range(len(dataset))]
-    assert all(len(item) == seq_len for item in items)
+    assert all(len(item) == seq_len and (item[0] == BOS) == with_bos for item in items)
     assert torch.cat([item[with_bos:] for item in items]).tolist() == expected
     places = dataset.locate(list(range(len(dataset))))
     assert [stream.starts[int(name)] + offset for name, offset in places] == expected[::text]

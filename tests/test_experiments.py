@@ -1,6 +1,5 @@
 """Every file under conf/ composes, and every experiment runs, on a tiny random model."""
 
-import re
 from itertools import zip_longest
 from pathlib import Path
 
@@ -54,17 +53,6 @@ def test_conf_choices_fit_their_schemas(chosen):
     config = compose_config(*(f"{group}={name}" for group, name in chosen.items()), *others)
     assert {group: config[group].name for group in chosen} == chosen
     parse(config)
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_header_has_claim_command_and_time(name):
-    lines = (CONF / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    header = dict(re.findall(r"^# (\w+): (.+)$", "\n".join(lines[:8]), flags=re.MULTILINE))
-    assert lines[0] == "# @package _global_"
-    assert list(header)[:3] == ["Claim", "Command", "Time"]
-    assert re.search(rf"python -m focus_exp .*\+experiment={name}(\s|$)", header["Command"])
-    assert re.search(r"\d+ (second|minute|hour)", header["Time"])
-    assert compose_config(f"+experiment={name}").experiment == name
 
 
 def compose_all(name, *overrides):

@@ -49,6 +49,11 @@ BOOKS = [write_book(seed) for seed in range(2)]
 SHAPES = st.integers(4, 60).flatmap(lambda w: st.builds(Shape, st.just(w), st.integers(w + ROOM, 4 * w + ROOM)))
 
 
+def on_shapes(test):
+    """Call a test with several shapes."""
+    return settings(max_examples=4)(given(SHAPES)(test))
+
+
 def make_items(task: str, shape: Shape) -> list[dict]:
     return list(islice(TASKS[task](BOOKS, shape, Draws("items")), ITEMS))
 
@@ -63,8 +68,7 @@ def find_sequence(words: list[str], wanted: list[str]) -> list[int]:
     return [i for i in range(len(words)) if words[i : i + len(wanted)] == wanted]
 
 
-@given(SHAPES)
-@settings(max_examples=4)
+@on_shapes
 def test_last_word_occurs_beyond_the_window_alone(shape):
     items = make_items("last_word", shape)
     assert items
@@ -77,8 +81,7 @@ def test_last_word_occurs_beyond_the_window_alone(shape):
         assert re.search(re.escape(item["context"] + item["target"]) + "[.!?]", book.text)
 
 
-@given(SHAPES)
-@settings(max_examples=4)
+@on_shapes
 def test_continuation_answer_alone_follows_the_passage(shape):
     items = make_items("continuation", shape)
     assert len(items) == ITEMS and {item["answer"] for item in items} == set(range(CHOICES))
@@ -92,8 +95,7 @@ def test_continuation_answer_alone_follows_the_passage(shape):
             assert choice not in item["context"]
 
 
-@given(SHAPES)
-@settings(max_examples=4)
+@on_shapes
 def test_passkey_is_beyond_the_window_at_each_depth(shape):
     items = make_items("passkey", shape)
     assert [item["depth"] for item in items[: len(DEPTHS)]] == list(DEPTHS)
@@ -106,8 +108,7 @@ def test_passkey_is_beyond_the_window_at_each_depth(shape):
     assert [told[depth] for depth in DEPTHS] == sorted(told.values()) and len(set(told.values())) == len(DEPTHS)
 
 
-@given(SHAPES)
-@settings(max_examples=4)
+@on_shapes
 def test_multi_key_answer_is_the_named_persons_key(shape):
     items = make_items("multi_key", shape)
     # neither the order of the choices nor the place of the key gives the other away
@@ -120,8 +121,7 @@ def test_multi_key_answer_is_the_named_persons_key(shape):
         assert all(len(words) - words.index(f"{key}.") > shape.window for key in told.values())
 
 
-@given(SHAPES)
-@settings(max_examples=4)
+@on_shapes
 def test_copying_source_is_beyond_the_window(shape):
     for item in make_items("copying", shape):
         words, target = item["context"].split(), item["target"].split()
@@ -130,8 +130,7 @@ def test_copying_source_is_beyond_the_window(shape):
         assert "\n" not in item["target"] and item["target"].startswith(" ")
 
 
-@given(SHAPES)
-@settings(max_examples=4)
+@on_shapes
 def test_induction_target_followed_the_same_words(shape):
     for item in make_items("induction", shape):
         words = item["context"].split()

@@ -12,13 +12,7 @@ from focus_exp.reporting.claims import evaluate_claims
 from focus_exp.reporting.format import to_html, to_latex, to_markdown
 from focus_exp.reporting.load import load_results, read_yaml
 from focus_exp.reporting.paper_tables import paper_rows
-from focus_exp.reporting.report import (
-    check_numbers,
-    check_report,
-    report_files,
-    report_tables,
-    write_report,
-)
+from focus_exp.reporting.report import check_numbers, check_report, report_files, report_tables, write_report
 from focus_exp.reporting.tables import break_even
 
 ROOT = Path(__file__).parent.parent

@@ -225,14 +225,6 @@ def test_train_full_attention_saves_weights_alone(tmp_path, settings):
     assert record.method["trainable_parameters"] == record.model["parameters"]
 
 
-def test_train_scratch_trains_weights_and_routers(tmp_path):
-    settings = ("recipe=scratch", "recipe.phases.everything.steps=3", "attention.warm_start_sequences=0")
-    assert run(*tiny(tmp_path), *settings).code == 0
-    record = record_of(tmp_path)
-    assert record.model["source"] == "random"
-    assert record.method["trainable_parameters"] > record.model["parameters"]
-
-
 def test_train_focus_paper_is_recorded_as_noncausal(tmp_path):
     settings = ("attention=focus_paper", STEPS, "attention.window=8", "attention.groups=3")
     assert run(*tiny(tmp_path), *settings).code == 0

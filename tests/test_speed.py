@@ -16,12 +16,7 @@ from focus_exp.attention.selection import Sequence, count_pairs
 from focus_exp.models.methods import disable_method, observe_selections
 from focus_exp.speed import bench
 from focus_exp.speed.layer import BenchmarkCase, Layer, time_attention
-from focus_exp.speed.model import (
-    DECODE_STEPS,
-    full_attention_works,
-    time_decode_model,
-    time_prefill,
-)
+from focus_exp.speed.model import DECODE_STEPS, full_attention_works, time_decode_model, time_prefill
 from focus_exp.speed.timing import begin_peak_memory, peak_memory, time_in_turns
 from focus_exp.speed.workload import Shape, Tensors, balanced, full_attention_kernels
 from focus_exp.training.precision import Precision
