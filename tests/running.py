@@ -73,6 +73,13 @@ def run(*arguments: str, apart: bool = False, estimated: bool = False) -> Result
     return Result(code, out.getvalue(), err.getvalue())
 
 
+def succeed(*arguments: str, **options: bool) -> Result:
+    """Run a command that must exit with 0."""
+    result = run(*arguments, **options)
+    assert result.code == 0, result.err
+    return result
+
+
 def waited_for(start: Callable[..., subprocess.CompletedProcess]) -> Callable[..., subprocess.CompletedProcess]:
     """Wrap `subprocess.run` to run focus_exp in this process."""
 
@@ -173,6 +180,11 @@ def only_run(folder: Path) -> Path:
     """Return the folder of the only run below `folder`."""
     (record,) = folder.rglob("record.json")
     return record.parent
+
+
+def records_of(folder: Path) -> list[Record]:
+    """Return the records of the runs below `folder`, in the order of their paths."""
+    return [Record.load(path) for path in sorted(folder.rglob("record.json"))]
 
 
 def record_of(folder: Path) -> Record:

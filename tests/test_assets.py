@@ -4,6 +4,7 @@ import json
 import subprocess
 import time
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -109,10 +110,7 @@ def test_load_model_from_scratch_keeps_shape_and_names_substitution(unreachable,
 
 def test_load_model_unknown_hub_model_raises(monkeypatch, tmp_path):
     monkeypatch.setattr("focus_exp.models.load.hub_reachable", lambda: True)
-
-    def not_found(*_, **__):
-        raise OSError("Repository Not Found\nlong explanation")
-
+    not_found = Mock(side_effect=OSError("Repository Not Found\nlong explanation"))
     monkeypatch.setattr("focus_exp.models.load.model_info", not_found)
     with pytest.raises(UserError, match=r"owner/absent: Repository Not Found\nCheck model.hub_id"):
         load(ModelConfig(name="x", hub_id="owner/absent"), tmp_path)

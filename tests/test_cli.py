@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from running import record_of, router_steps, run, tiny
@@ -48,10 +49,7 @@ def test_options_are_accepted_at_any_position():
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file", "text"), RuntimeError("shapes do not fit")])
 def test_errors_of_the_program_are_raised(tmp_path, monkeypatch, error):
-    def fail(config):
-        raise error
-
-    monkeypatch.setattr(command_line, "execute", fail)
+    monkeypatch.setattr(command_line, "execute", Mock(side_effect=error))
     with pytest.raises(type(error)):
         run(*tiny(tmp_path))
 

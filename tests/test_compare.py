@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from builders import primary, write_variants
-from running import only_run, run, tiny, without_attention, write_texts
+from running import only_run, records_of, run, succeed, tiny, without_attention, write_texts
 from scipy import stats
 
 from focus_exp.evaluation import perplexity
@@ -34,8 +34,7 @@ def settings(folder, **variants):
 
 def records(folder):
     """Return variant -> record; the comparison's is at None."""
-    loaded = map(Record.load, (folder / "runs").rglob("record.json"))
-    return {record.config["variant"]: record for record in loaded}
+    return {record.config["variant"]: record for record in records_of(folder / "runs")}
 
 
 def rows_by_variant(folder, metric="perplexity"):
@@ -48,12 +47,19 @@ def nll_changes(record):
     return [m for m in record.measurements if m.metric == "nll_change"]
 
 
+@pytest.fixture
+def scored(monkeypatch):
+    """Return the names of what is scored."""
+    real, labels = perplexity.score, []
+    monkeypatch.setattr(perplexity, "score", lambda *arguments: labels.append(arguments[-1]) or real(*arguments))
+    return labels
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """Return the folder and the output of a comparison, one of whose variants fails."""
     folder = tmp_path_factory.mktemp("compare")
-    result = run(*settings(folder, **BROKEN), "references=[lora,gone]")
-    assert result.code == 0, result.err
+    result = succeed(*settings(folder, **BROKEN), "references=[lora,gone]")
     return folder, result.out
 
 
@@ -124,7 +130,7 @@ def test_compare_pairs_variants_of_the_same_text_and_model(tmp_path):
         "here": fixed, "there": [*fixed, f"data.files={other}"], "larger": [*fixed, "model=tiny_gpt2"],
         "there_too": [*random, f"data.files={other}"],
     }  # fmt: skip
-    assert run(*settings(tmp_path, **variants), "references=[there_too,larger]").code == 0
+    succeed(*settings(tmp_path, **variants), "references=[there_too,larger]")
     rows = rows_by_variant(tmp_path, "nll")
     changes = {(m.variant, m.reference): m.value for m in nll_changes(records(tmp_path)[None])}
     expected = pytest.approx(rows["there_too"].value - rows["there"].value, abs=1e-6)
@@ -154,12 +160,11 @@ def test_compare_mistake_in_any_variant_is_refused_before_any_runs(tmp_path, nam
 
 @pytest.mark.slow
 def test_compare_adapter_is_measured_by_every_variant(tmp_path, scored):
-    assert run(*tiny(tmp_path / "router"), "recipe.steps=2", "recipe.warmup_steps=1").code == 0
+    succeed(*tiny(tmp_path / "router"), "recipe.steps=2", "recipe.warmup_steps=1")
     adapter = only_run(tmp_path / "router") / "adapter"
     command = [*without_attention(tiny(tmp_path)), "job=compare", f"adapter={adapter}"]
     command += write_variants(tmp_path / "conf", MEASURED)
-    result = run(*command)
-    assert result.code == 0, result.err
+    result = succeed(*command)
     loaded = records(tmp_path)
     assert [record.steps for record in loaded.values()] == [0, 0, 0] and "training" not in result.err
     assert scored.count("base") == 2  # once by the run that trained it, whose cache is another
@@ -193,24 +198,10 @@ def test_compare_interrupted_resumes_at_its_variant(tmp_path, monkeypatch):
     assert all(arm.status == "finished" for arm in records(tmp_path)[None].variants)
 
 
-@pytest.fixture
-def scored(monkeypatch):
-    """Return the names of what is scored."""
-    real, labels = perplexity.score, []
-
-    def counting(*arguments):
-        labels.append(arguments[-1])
-        return real(*arguments)
-
-    monkeypatch.setattr(perplexity, "score", counting)
-    return labels
-
-
 @pytest.mark.slow
 def test_compare_sweep_of_variants_equals_the_comparison(tmp_path, scored):
     command = without_attention(settings(tmp_path))  # whose options full attention does not have
-    swept = run("-m", *command, "+variant=adhoc/focus,adhoc/lora,adhoc/window", "hydra/launcher=basic")
-    assert swept.code == 0, swept.err
+    succeed("-m", *command, "+variant=adhoc/focus,adhoc/lora,adhoc/window", "hydra/launcher=basic")
     alone = records(tmp_path)
     assert set(alone) == set(VARIANTS) and scored.count("base") == 1
     assert "already finished: focus, lora, window" in run(*command).out
@@ -231,4 +222,4 @@ def test_compare_base_is_measured_once_per_text(tmp_path, scored):
 
 def test_compare_one_variant_ignores_mistakes_in_others(tmp_path):
     wrong = {"unknown": ["attention=nothing"], "impossible": ["attention.groups=0"]}
-    assert run(*without_attention(settings(tmp_path, one=FIXED, **wrong)), "+variant=adhoc/one").code == 0
+    succeed(*without_attention(settings(tmp_path, one=FIXED, **wrong)), "+variant=adhoc/one")

@@ -7,12 +7,11 @@ import pytest
 from builders import compose_config, make_config
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
-from running import fitting, run, tiny
+from running import fitting, records_of, succeed, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS
 from focus_exp.jobs.compose import compose_variant, variant_name
-from focus_exp.results.record import Record
 from focus_exp.results.run_dir import name_experiment
 from focus_exp.training.phases import tokens_per_step
 
@@ -125,12 +124,9 @@ def command(folder, name, model="tiny_llama"):
 )
 def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
     plain = compose_config(f"+experiment={name}")
-    result = run(*command(tmp_path, name, model))
-    assert result.code == 0, result.err
-    assert {path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("record.json")} == {
-        name_experiment(name)
-    }
-    records = [Record.load(path) for path in tmp_path.rglob("record.json")]
+    succeed(*command(tmp_path, name, model))
+    records = records_of(tmp_path)
+    assert {record.path.relative_to(tmp_path / "runs").parts[0] for record in records} == {name_experiment(name)}
     assert len(records) == 1 + len(plain.variants)
     for record in records:
         assert (record.status, record.experiment) == ("finished", name)

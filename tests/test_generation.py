@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
 import torch
 from builders import make_config
-from running import DUAL, fitting, only_run, run, tiny
+from running import DUAL, fitting, only_run, run, succeed, tiny
 
 from focus_exp import attach
 from focus_exp.data import SequenceDataset, TokenStream
@@ -42,8 +43,7 @@ def test_continuations_of_every_attention_follow_their_prompt(tmp_path, monkeypa
         return value
 
     monkeypatch.setattr(Generation, "base_nll", check)
-    result = run(*tiny(tmp_path), *JOB)
-    assert result.code == 0, result.err
+    succeed(*tiny(tmp_path), *JOB)
     rows = continuations(tmp_path)
     names = ["text", "base", "focus_hard", "focus_hard_k2_query_topk"]
     assert [(row.prompt, row.variant) for row in rows] == [(n, name) for n in (0, 1) for name in names]
@@ -89,14 +89,7 @@ def test_generation_ignores_the_models_own_generation_config(make_generation):
 
 def test_generation_failed_full_attention_has_an_error_and_no_agreement(make_generation, monkeypatch):
     generation = make_generation("generate.prompts=1", "generate.top_k=[1]")
-    generate, calls = generation.model.generate, []
-
-    def fail_once(**options):
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("no room")
-        return generate(**options)
-
+    fail_once = Mock(wraps=generation.model.generate, side_effect=[torch.OutOfMemoryError("no room"), DEFAULT])
     monkeypatch.setattr(generation.model, "generate", fail_once)
     _, full, hard = generation.rows()
     assert "no room" in full.error and hard.tokens == 12 and hard.agreeing is None
@@ -116,8 +109,7 @@ def test_prompts_are_distinct_and_spread(sequences):
 
 def test_dual_router_with_a_budget_generates(tmp_path):
     dual = fitting(*tiny(tmp_path), *DUAL, "attention.density=0.5")
-    result = run(*dual, "job=generate")
-    assert result.code == 0, result.err
+    succeed(*dual, "job=generate")
     rows = continuations(tmp_path)
     assert [row.variant for row in rows] == ["text", "base", "focus_dual"] * 2
     assert all(row.error is None and row.tokens == 12 for row in rows)
@@ -126,7 +118,7 @@ def test_dual_router_with_a_budget_generates(tmp_path):
 
 def test_dual_router_generates_with_other_top_k(tmp_path):
     dual = fitting(*tiny(tmp_path), *DUAL, "generate.top_k=[1,4]")
-    assert run(*dual, "job=generate").code == 0
+    succeed(*dual, "job=generate")
     _, full, top_1, everything = continuations(tmp_path)[:4]
     assert (top_1.variant, everything.variant) == ("focus_dual k=1", "focus_dual k=4")
     assert everything.text == full.text and top_1.keys_read < everything.keys_read == full.keys_read
@@ -134,7 +126,7 @@ def test_dual_router_generates_with_other_top_k(tmp_path):
     # an adapter takes top_k of the command line too
     (adapter,) = (tmp_path / "runs").rglob("adapter")
     given = fitting(*tiny(tmp_path, "read"), "attention=focus_dual", "attention.groups=4", "attention.top_k=1")
-    assert run(*given, "job=generate", f"adapter={adapter}").code == 0
+    succeed(*given, "job=generate", f"adapter={adapter}")
     assert [row.text for row in continuations(tmp_path / "read")[1:3]] == [full.text, top_1.text]
     for setting in ("generate.top_k=[5]", "attention.density=0.2"):
         refused = run(*dual, "job=generate", setting)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import DUAL, fitting, only_run, record_of, run, tiny, without_attention
+from running import DUAL, fitting, only_run, record_of, succeed, tiny, without_attention
 
 from focus_exp import attach, set_routing
 from focus_exp.evaluation.groups import GroupAnalysis, Observation, best_pairs, mask_distant_pairs, split_heads
@@ -92,8 +92,7 @@ def analysis(finished_run, tmp_path_factory) -> tuple[Path, dict[str, Observatio
     shutil.copytree(only_run(folder / "trained") / "adapter", folder / "other")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GroupAnalysis, "observe", lambda self, name: observations.setdefault(name, observe(self, name)))
-        result = run(*command(folder))
-    assert result.code == 0, result.err
+        succeed(*command(folder))
     return folder, observations
 
 
@@ -143,8 +142,7 @@ def test_analysis_equals_observations(analysis):
 
 
 def test_analysis_with_a_window_wider_than_the_passage_prunes_nothing(tmp_path):
-    result = run(*tiny(tmp_path), *JOB, "attention.window=40")
-    assert result.code == 0, result.err
+    succeed(*tiny(tmp_path), *JOB, "attention.window=40")
     rows = measured(tmp_path)
     assert not {"pair_affinity", "class_nll"} & set(rows.metric)
     assert rows[rows.metric == "passage_distant_density"].value.isna().all()
@@ -152,8 +150,7 @@ def test_analysis_with_a_window_wider_than_the_passage_prunes_nothing(tmp_path):
 
 def test_analysis_describes_heads_with_groups_of_their_own(tmp_path):
     groups = ["attention.groups=3", "attention.top_k=1", "attention.groups_per_layer=[1,[0,2]]"]
-    result = run(*fitting(*tiny(tmp_path), "job=analyze", *DUAL, *groups))
-    assert result.code == 0, result.err
+    succeed(*fitting(*tiny(tmp_path), "job=analyze", *DUAL, *groups))
     rows = measured(tmp_path)
     density = rows[rows.metric == "passage_distant_density"].set_index(["layer", "head"]).value
     assert density.index.tolist() == [(0, 0), (0, 1), (1, 0), (1, 1)]

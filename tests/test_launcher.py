@@ -4,7 +4,7 @@ import resource
 from contextlib import contextmanager
 
 import pytest
-from running import run, tiny
+from running import run, succeed, tiny
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def limited(kind, value):
 
 
 def test_run_with_the_largest_seed_is_trained(tmp_path):
-    assert run(*tiny(tmp_path), "recipe.steps=1", f"seed={2**32 - 1}").code == 0
+    succeed(*tiny(tmp_path), "recipe.steps=1", f"seed={2**32 - 1}")
 
 
 @pytest.mark.parametrize("kilobytes", [1, 16])
@@ -27,7 +27,7 @@ def test_run_under_a_file_size_limit_is_one_error(tmp_path, kilobytes):
         result = run(*tiny(tmp_path), "recipe.steps=2")
     assert result.code == 2, result.err
     assert "ulimit -a" in result.err and result.err.count("error:") == 1
-    assert run(*tiny(tmp_path), "recipe.steps=2").code == 0
+    succeed(*tiny(tmp_path), "recipe.steps=2")
 
 
 def test_run_under_a_limit_of_open_files_is_one_error(tmp_path):

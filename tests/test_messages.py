@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import pytorch_lightning as pl
@@ -141,13 +142,10 @@ def test_unusable_text_gets_its_message(settings, expect, tmp_path, monkeypatch)
     latin.write_bytes("café".encode("latin-1"))
     for place in (empty, short, latin):
         expect(f"data.files is {place.stem}", *settings, f"data.files={place}")
-
-    def deny(path):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", deny)
-    (tmp_path / "closed.txt").write_text("some words")
-    expect("data.files is unreadable", *settings, f"data.files={tmp_path / 'closed.txt'}")
+    (closed := tmp_path / "closed.txt").write_text("some words")
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=denied))
+    expect("data.files is unreadable", *settings, f"data.files={closed}")
 
 
 def test_adapter_that_does_not_fit_gets_its_message(settings, expect, tmp_path, finished_run):

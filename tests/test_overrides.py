@@ -2,7 +2,7 @@
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from running import only_run, record_of, run, tiny, without_attention
+from running import only_run, record_of, run, succeed, tiny, without_attention
 
 from focus_exp.cli import quote_override
 from focus_exp.renames import RENAMED, renamed_key_reason, upgrade_keys
@@ -50,12 +50,11 @@ def test_quote_override_sweep_comma_separates_values():
 def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_path):
     odd = tmp_path / "é [1] (x) #'={,"
     settings = [part for part in tiny(odd) if not part.startswith(("runs_dir", "cache_dir"))]
-    assert run(*settings, f"runs_dir={odd}/runs", f"cache_dir={odd}/cache", "recipe.steps=2").code == 0
+    succeed(*settings, f"runs_dir={odd}/runs", f"cache_dir={odd}/cache", "recipe.steps=2")
     made = only_run(odd / "runs")
     assert "=" not in made.name
     given = ["job=evaluate", f"adapter={made}", f'eval.adapters=["{made}/adapter"]', f"runs_dir={tmp_path / 'again'}"]
-    result = run(*without_attention(settings), f"cache_dir={odd}/cache", *given)
-    assert result.code == 0, result.err
+    succeed(*without_attention(settings), f"cache_dir={odd}/cache", *given)
     assert record_of(tmp_path / "again").status == "finished"
 
 

@@ -13,7 +13,7 @@ from builders import eval_config, scored
 from conftest import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import DUAL, attention_of, fitting, only_run, record_of, router_steps, run, tiny
+from running import DUAL, attention_of, fitting, only_run, record_of, router_steps, run, succeed, tiny
 
 from focus_exp import attach, set_routing
 from focus_exp import config as schema
@@ -32,7 +32,6 @@ from focus_exp.evaluation.perplexity import (
 )
 from focus_exp.jobs.train import attach_method
 from focus_exp.models.methods import attached_methods, observe_selections
-from focus_exp.results.record import Record
 from focus_exp.training.precision import choose_precision
 
 BOS = 256
@@ -381,12 +380,12 @@ def test_rows_follow_method_and_training(measure, method, train, kinds):
 
 
 def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
-    assert run(*fitting(*tiny(tmp_path, "other"), *DUAL)).code == 0
-    other = Record.load(next((tmp_path / "other").rglob("record.json")))
+    succeed(*fitting(*tiny(tmp_path, "other"), *DUAL))
+    other = record_of(tmp_path / "other")
     (adapter,) = (tmp_path / "other").rglob("adapter")
     adapters = f"eval.adapters=['{adapter}','{adapter}']"
     retrofit = [*tiny(tmp_path), router_steps(2), "eval.top_k=[1]", adapters]
-    assert run(*retrofit).code == 0
+    succeed(*retrofit)
     rows, expected = ({row.name: row for row in scored(r.measurements)} for r in (record_of(tmp_path / "runs"), other))
     dual = expected["focus_dual"]
     for name in ("focus_dual", f"focus_dual, {adapter.parent.name}"):
@@ -398,7 +397,7 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
 
     # next to any attached method
     window = fitting(*tiny(tmp_path, "window"), "attention=window", "recipe=none", f"eval.adapters=['{adapter}']")
-    assert run(*window).code == 0
+    succeed(*window)
     row = {row.name: row for row in scored(record_of(tmp_path / "window").measurements)}["focus_dual"]
     assert (row.nll, row.sparsity) == (dual.nll, dual.sparsity)
     refused = run(*fitting(*tiny(tmp_path), "attention=full", "recipe=none", f"eval.adapters=['{adapter}']"))
@@ -407,12 +406,12 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     # the place of an adapter is not part of a run's name, its content is
     moved = tmp_path / "moved"
     shutil.copytree(adapter, moved)
-    assert run(*retrofit[:-1], f"eval.adapters=['{moved}','{adapter.parent}']").code == 0
+    succeed(*retrofit[:-1], f"eval.adapters=['{moved}','{adapter.parent}']")
     assert only_run(tmp_path / "runs")
 
 
 def test_adapter_of_another_base_is_refused_before_training(tmp_path):
-    assert run(*tiny(tmp_path, "other"), router_steps(1), "seed=1").code == 0
+    succeed(*tiny(tmp_path, "other"), router_steps(1), "seed=1")
     (adapter,) = (tmp_path / "other").rglob("adapter")
     refused = run(*tiny(tmp_path), f"eval.adapters=['{adapter}']")
     assert refused.code == 2 and "belongs to" in refused.err and "steps" not in refused.out.split("run folder")[1]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from builders import make_config
-from running import fitting, run
+from running import fitting, run, succeed
 
 from focus_exp.jobs import plan
 from focus_exp.jobs.plan import GIB, GPUS, measure, plan_on, plan_run
@@ -79,14 +79,12 @@ def test_plan_job_that_does_not_fit_exits_with_2(monkeypatch):
 def test_plan_job_neither_downloads_nor_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
-    result = run("+experiment=retrofit_124m", *TINY)
-    assert result.code == 0, result.err
+    succeed("+experiment=retrofit_124m", *TINY)
     assert not list(tmp_path.iterdir())
 
 
 def test_plan_models_are_rows():
-    result = run(*fitting("job=plan", "plan.models=[tiny_llama,tiny_gpt2]", "data.seq_len=64", "eval.seq_len=64"))
-    assert result.code == 0, result.err
+    result = succeed(*fitting("job=plan", "plan.models=[tiny_llama,tiny_gpt2]", "data.seq_len=64", "eval.seq_len=64"))
     assert "tiny_llama" in result.out and "tiny_gpt2" in result.out
 
 

@@ -3,13 +3,12 @@
 import pytest
 from builders import scored
 from hydra import initialize_config_dir
-from running import run, tiny, without_attention
+from running import records_of, run, tiny, without_attention
 from test_experiments import CONF
 
 from focus_exp.config import register_schemas
 from focus_exp.jobs.compose import compose_overrides
 from focus_exp.jobs.reproduce import table_overrides
-from focus_exp.results.record import Record
 
 PLACES = ("runs_dir", "cache_dir", "logger")
 
@@ -35,16 +34,14 @@ def test_reproduce_runs_tables_in_order_and_names_failed_ones(tmp_path):
     assert result.code == 2
     assert "tables failed: wrong (1 of 3)" in result.err
     assert "[1/3] router: done" in result.out and "[3/3] again: done" in result.out
-    records = [Record.load(path) for path in (tmp_path / "runs").rglob("record.json")]
+    records = records_of(tmp_path)
     (evaluated,) = [record for record in records if record.config["job"] == "evaluate"]
     assert evaluated.status == "finished" and evaluated.config["eval"]["seq_len"] == 24
     assert (tmp_path / "runs" / "report" / "report.md").exists()
 
     again = reproduce(tmp_path, router=ROUTER, again=AGAIN)
     assert again.code == 0
-    assert [Record.load(path).started for path in (tmp_path / "runs").rglob("record.json")] == [
-        record.started for record in records
-    ]
+    assert [record.started for record in records_of(tmp_path)] == [record.started for record in records]
 
 
 @pytest.mark.slow
@@ -54,11 +51,7 @@ def test_reproduce_variant_adapter_serves_other_tables(tmp_path):
         "beside": [*ROUTER, "attention.sinks=2", "eval.adapters=[@compared.softmax]"],
     }
     assert reproduce(tmp_path, **tables).code == 0
-    (record,) = [
-        found
-        for path in (tmp_path / "runs").rglob("record.json")
-        if (found := Record.load(path)).setting("attention", "sinks") == 2
-    ]
+    (record,) = [record for record in records_of(tmp_path) if record.setting("attention", "sinks") == 2]
     assert [row.error for row in scored(record.measurements) if row.name == "focus"] == [None]
 
 
@@ -71,7 +64,7 @@ def test_reproduce_unknown_table_raises_with_suggestion(tmp_path):
 def test_reproduce_unknown_adapter_raises_before_any_run(tmp_path, reference):
     result = reproduce(tmp_path, router=ROUTER, again=["job=evaluate", f"adapter={reference}"])
     assert result.code == 2 and reference in result.err
-    assert not list(tmp_path.rglob("record.json"))
+    assert not records_of(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from builders import load_recorded, make_config, scored
 from conftest import build
 from omegaconf import OmegaConf
-from running import fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny, without_attention
+from running import fitting, metrics_of, only_run, outcome, record_of, run, succeed, tiny, without_attention
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from focus_exp.config_hash import config_hash
@@ -16,8 +16,8 @@ from focus_exp.jobs.train import save_weights
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.record import Record
 
-STEPS = router_steps(4)
-BOTH = ("recipe=finetune", router_steps(3), "recipe.phases.everything.steps=3")
+STEPS = "recipe.steps=4"
+BOTH = ("recipe=finetune", "recipe.steps=3")
 MEASURE = ("recipe=none", "attention.warm_start_sequences=0")
 
 
@@ -30,14 +30,14 @@ def folder(tmp_path_factory):
 def retrofit(folder):
     """The command of a finished retrofit."""
     command = [*tiny(folder, "retrofit"), STEPS]
-    assert run(*command).code == 0
+    succeed(*command)
     return command
 
 
 @pytest.fixture(scope="module")
 def finetuned(folder, retrofit):
     """The folder of a finished finetuning with Focus."""
-    assert run(*tiny(folder, "finetuned"), *BOTH).code == 0
+    succeed(*tiny(folder, "finetuned"), *BOTH)
     return only_run(folder / "finetuned")
 
 
@@ -76,7 +76,7 @@ def test_run_with_changed_inputs_is_refused(tmp_path, change, key, status):
     for part in (build("tiny_llama"), byte_tokenizer()):
         part.save_pretrained(tmp_path / "weights")
     command = [*tiny(tmp_path), *MEASURE, "eval.tasks=[]", f"model.path={tmp_path / 'weights'}"]
-    assert run(*command).code == 0
+    succeed(*command)
     path = only_run(tmp_path / "runs") / "record.json"
     path.write_text(path.read_text().replace('"finished"', f'"{status}"'))
     change(tmp_path)
@@ -149,7 +149,7 @@ def test_finished_run_is_repeated_only_with_overwrite(folder, retrofit):
     before, times = outcome(folder / "retrofit"), stamps()
     assert str(place) in run(*retrofit).out
     assert stamps() == times
-    assert run(*retrofit, "overwrite=true").code == 0
+    succeed(*retrofit, "overwrite=true")
     assert stamps().keys() == times.keys() and not set(stamps().items()) & set(times.items())
     assert outcome(folder / "retrofit") == before
 
@@ -157,13 +157,13 @@ def test_finished_run_is_repeated_only_with_overwrite(folder, retrofit):
 def test_evaluate_adapter_equals_training(folder, retrofit):
     adapter = only_run(folder / "retrofit") / "adapter"
     command = [*without_attention(tiny(folder, "evaluated")), "job=evaluate"]
-    assert run(*command, f"adapter={adapter}").code == 0
+    succeed(*command, f"adapter={adapter}")
     trained, evaluated = record_of(folder / "retrofit"), record_of(folder / "evaluated")
     assert {name: row.nll for name, row in rows(evaluated).items()} == {n: r.nll for n, r in rows(trained).items()}
     assert evaluated.method["causal"] and "-seed0-" in evaluated.command
 
-    other = [*tiny(folder, "longer"), router_steps(5)]
-    assert run(*other).code == 0
+    other = [*tiny(folder, "longer"), "recipe.steps=5"]
+    succeed(*other)
     second = run(*command, f"adapter={only_run(folder / 'longer') / 'adapter'}")
     assert second.code == 0 and "already finished" not in second.out
     assert len(list((folder / "evaluated").rglob("record.json"))) == 2
@@ -171,7 +171,8 @@ def test_evaluate_adapter_equals_training(folder, retrofit):
 
 def test_train_zero_steps_fits_and_measures_routers(tmp_path):
     untrained, fitted = [*tiny(tmp_path, "untrained"), "recipe=none"], [*tiny(tmp_path, "fitted"), "recipe.steps=0"]
-    assert run(*untrained).code == run(*fitted).code == 0
+    succeed(*untrained)
+    succeed(*fitted)
     record, other = record_of(tmp_path / "fitted"), record_of(tmp_path / "untrained")
     assert (record.steps, record.tokens_seen) == (0, 2 * 32) and record.method["trainable_parameters"] > 0
     assert rows(record)["focus_soft"].nll != rows(other)["focus_soft"].nll
@@ -181,7 +182,7 @@ def test_train_zero_steps_fits_and_measures_routers(tmp_path):
 
 @pytest.mark.parametrize("attention", ["full", "window", "random_groups", "focus"])
 def test_train_recipe_none_measures_without_training(tmp_path, attention):
-    assert run(*fitting(*tiny(tmp_path), *MEASURE, f"attention={attention}", "attention.window=8")).code == 0
+    succeed(*fitting(*tiny(tmp_path), *MEASURE, f"attention={attention}", "attention.window=8"))
     record = record_of(tmp_path)
     balanced = 32 if attention == "focus" else 0  # tokens that the random router's groups were made even on
     assert (record.status, record.steps, record.tokens_seen) == ("finished", 0, balanced)
@@ -204,7 +205,7 @@ def test_train_finetune_measures_the_base_before_training(folder, retrofit, fine
 
 def test_evaluate_finetuned_model_and_adapter_equals_training(folder, finetuned):
     saved = (f"model.path={finetuned / 'model'}", f"adapter={finetuned / 'adapter'}")
-    assert run(*without_attention(tiny(folder, "reused")), "job=evaluate", *saved).code == 0
+    succeed(*without_attention(tiny(folder, "reused")), "job=evaluate", *saved)
     trained, reused = Record.load(finetuned / "record.json"), record_of(folder / "reused")
     assert trained.model["fingerprint"] != trained.method["weights"] == reused.model["fingerprint"]
     before, after = rows(trained), rows(reused)
@@ -218,7 +219,7 @@ def test_evaluate_finetuned_model_and_adapter_equals_training(folder, finetuned)
     ids=["finetune", "scratch"],
 )
 def test_train_full_attention_saves_weights_alone(tmp_path, settings):
-    assert run(*fitting(*tiny(tmp_path), *settings)).code == 0
+    succeed(*fitting(*tiny(tmp_path), *settings))
     record, place = record_of(tmp_path), only_run(tmp_path)
     assert kinds(record) == {"base", "trained"} and record.steps == 3
     assert (place / "model" / "model.safetensors").exists() and not (place / "adapter").exists()
@@ -227,7 +228,7 @@ def test_train_full_attention_saves_weights_alone(tmp_path, settings):
 
 def test_train_focus_paper_is_recorded_as_noncausal(tmp_path):
     settings = ("attention=focus_paper", STEPS, "attention.window=8", "attention.groups=3")
-    assert run(*tiny(tmp_path), *settings).code == 0
+    succeed(*tiny(tmp_path), *settings)
     record = record_of(tmp_path)
     assert record.method["causal"] is False
     causal = {row.kind: row.causal for row in scored(record.measurements)}

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import outcome, router_steps, run, tiny
+from running import outcome, router_steps, succeed, tiny
 
 from focus_exp.results.metrics import read_metrics
 
@@ -97,7 +97,7 @@ def sweep(cluster, tmp_path):
 
 def single(tmp_path: Path, *arguments: str) -> dict:
     folder = f"single-{len(list(tmp_path.glob('single-*')))}"
-    assert run(*tiny(tmp_path, folder), *arguments).code == 0
+    succeed(*tiny(tmp_path, folder), *arguments)
     return outcome(tmp_path / folder)
 
 

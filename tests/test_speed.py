@@ -2,13 +2,14 @@
 
 import signal
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from builders import timings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import fitting, only_run, record_of, router_steps, run, tiny
+from running import fitting, only_run, record_of, router_steps, run, succeed, tiny
 
 from focus_exp import attach, set_routing
 from focus_exp.attention.baselines.performer import Performer
@@ -128,8 +129,7 @@ def test_time_decode_model_counts_what_a_sliding_layer_keeps_and_reads(groups, t
 
 
 def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_path):
-    result = run(*tiny(tmp_path), *BENCH)
-    assert result.code == 0, result.err
+    succeed(*tiny(tmp_path), *BENCH)
     record = record_of(tmp_path)
     rows = timings(record.measurements)
     layers = [("balanced", 2), ("balanced", 4), ("trained", 2)]
@@ -164,7 +164,7 @@ def test_interrupted_bench_job_starts_again_and_a_failure_keeps_its_error(tmp_pa
     command = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.lengths=[32,48,64]", *LAYER_ONLY]
     assert run(*command).code == 128 + signal.SIGTERM
     assert record_of(tmp_path).status == "interrupted" and timings(record_of(tmp_path).measurements)
-    assert run(*command).code == 0
+    succeed(*command)
     assert calls == [32, 48, 32, 48, 64]
     rows = timings(record_of(tmp_path).measurements)
     assert {row.assignment for row in rows} == {"balanced"}
@@ -175,11 +175,10 @@ def test_interrupted_bench_job_starts_again_and_a_failure_keeps_its_error(tmp_pa
 
 @pytest.mark.slow
 def test_bench_job_times_layers_of_other_methods_and_keeps_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(Performer, "route", lambda *_: (_ for _ in ()).throw(RuntimeError("no features")))
+    monkeypatch.setattr(Performer, "route", Mock(side_effect=RuntimeError("no features")))
     methods = ["window", "longformer", "performer", "routing_transformer", "sparq", "magicpig", "random_groups"]
     options = ["job=bench", "recipe=none", "bench.lengths=[48]", f"bench.methods=[{','.join(methods)}]"]
-    result = run(*tiny(tmp_path), *options, *LAYER_ONLY)
-    assert result.code == 0, result.err
+    succeed(*tiny(tmp_path), *options, *LAYER_ONLY)
     rows = {row.method: row for row in timings(record_of(tmp_path).measurements) if getattr(row, "method", None)}
     assert list(rows) == methods and "no features" in rows.pop("performer").error
     assert all(row.speedup and row.seq_len == 48 for row in rows.values())
@@ -189,16 +188,12 @@ def test_bench_job_times_layers_of_other_methods_and_keeps_an_error(tmp_path, mo
 
 @pytest.mark.parametrize(("method", "fails"), [("focus_dual", False), ("focus_dual", True), ("key_gate", False)])
 def test_bench_job_times_a_fitted_router(tmp_path, monkeypatch, method, fails):
-    def fail(*_, **__):
-        raise RuntimeError("out of everything")
-
     if fails:
-        monkeypatch.setattr(bench, "time_prefill", fail)
+        monkeypatch.setattr(bench, "time_prefill", Mock(side_effect=RuntimeError("out of everything")))
     lengths = ["bench.lengths=[300]", "bench.prefill_lengths=[32,48]", "bench.decode_lengths=[40]"]
     clear = ["bench.step_lengths=[]", "attention.density=0.3"]
     options = DUAL if method == "focus_dual" else [f"attention={method}", "recipe=none"]
-    result = run(*fitting(*tiny(tmp_path), "job=bench", *options, *FIT, *lengths, *clear))
-    assert result.code == 0, result.err
+    succeed(*fitting(*tiny(tmp_path), "job=bench", *options, *FIT, *lengths, *clear))
     rows = timings(record_of(tmp_path).measurements)
     cases = [(row.clock, row.method, row.seq_len) for row in rows]
     timed = [("attention", 300), ("prefill", 32), ("prefill", 48), ("decode model", 40)]

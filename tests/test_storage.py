@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from builders import write_variants
-from running import fitting, only_run, record_of, run, tiny
+from running import fitting, only_run, record_of, run, succeed, tiny
 
 from focus_exp.errors import UserError
 from focus_exp.jobs import compare as compare_module
@@ -98,10 +99,8 @@ def test_file_lock_waits_for_its_holder(tmp_path):
 
 
 def test_file_lock_without_file_system_support_raises_user_error(tmp_path, monkeypatch):
-    def unsupported(*_):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", unsupported)
+    unsupported = OSError(errno.EOPNOTSUPP, "Operation not supported")
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=unsupported))
     with pytest.raises(UserError, match="runs_dir="), file_lock(tmp_path / "lock", "it"):
         pass
 
@@ -119,7 +118,7 @@ def test_second_command_in_a_run_folder_is_refused_and_changes_nothing(tmp_path,
         return prepare(first)
 
     monkeypatch.setattr(train_module, "prepare", intrude)
-    assert run(*fitting(*tiny(tmp_path), "attention=window", "recipe=none"), "overwrite=true").code == 0
+    succeed(*fitting(*tiny(tmp_path), "attention=window", "recipe=none"), "overwrite=true")
     assert refused == [False, True]
     assert record_of(tmp_path).status == "finished"
     folder = only_run(tmp_path)
@@ -131,14 +130,14 @@ def test_comparison_stops_at_a_variant_in_use(tmp_path):
     variants = {name: ["attention=window", "recipe=none"] for name in ("one", "two")}
     command = ["job=compare", *write_variants(tmp_path / "conf", variants)]
     command += [setting for setting in tiny(tmp_path) if not setting.startswith("attention.")]
-    assert run(*command, "+variant=adhoc/one").code == 0
+    succeed(*command, "+variant=adhoc/one")
     done = only_run(tmp_path)
     with file_lock(done.with_name(f".{done.name}.lock"), "it"):
         result = run(*command, "overwrite=true")
     assert result.code == 2
     assert str(done) in result.err
     assert Record.load(done / "record.json").status == "finished"
-    assert run(*command).code == 0
+    succeed(*command)
 
 
 def test_second_comparison_is_refused_before_any_variant(tmp_path, monkeypatch):
@@ -155,5 +154,5 @@ def test_second_comparison_is_refused_before_any_variant(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compare_module, "compare", remember)
     monkeypatch.setattr(compare_module, "run_variants", intrude)
-    assert run(*tiny(tmp_path), "job=compare", "variants=[compare/window]").code == 0
+    succeed(*tiny(tmp_path), "job=compare", "variants=[compare/window]")
     assert len(configs) == 1

@@ -9,19 +9,14 @@ import time
 
 import pytest
 from builders import scored
-from running import fitting, outcome, record_of, router_steps, run, tiny
+from running import fitting, outcome, record_of, records_of, router_steps, run, succeed, tiny
 
 from focus_exp import launcher
 from focus_exp.errors import Interrupted
-from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Metrics
 
 STEPS = router_steps(4)
 UNTRAINED = ("attention=window", "recipe=none")
-
-
-def records(folder):
-    return [Record.load(path) for path in sorted(folder.rglob("record.json"))]
 
 
 def nlls(record):
@@ -29,10 +24,9 @@ def nlls(record):
 
 
 def test_sweep_jobs_equal_single_runs(tmp_path):
-    result = run("-m", *fitting(*tiny(tmp_path), *UNTRAINED), "seed=0,1")
-    assert result.code == 0, result.err
-    assert run(*fitting(*tiny(tmp_path, "single"), *UNTRAINED), "seed=1").code == 0
-    swept = {record.seed: record for record in records(tmp_path / "runs")}
+    succeed("-m", *fitting(*tiny(tmp_path), *UNTRAINED), "seed=0,1")
+    succeed(*fitting(*tiny(tmp_path, "single"), *UNTRAINED), "seed=1")
+    swept = {record.seed: record for record in records_of(tmp_path / "runs")}
     assert nlls(swept[1]) == nlls(record_of(tmp_path / "single"))
     for seed, record in swept.items():  # the command of its own job
         assert f"seed={seed}" in record.command and "-m seed" not in record.command
@@ -43,7 +37,7 @@ def test_sweep_failed_job_leaves_the_others_and_exits_with_2(tmp_path):
     result = run("-m", *fitting(*tiny(tmp_path), *UNTRAINED), *points)
     assert result.code == 2
     assert "eval.seq_len" in result.err
-    assert sorted(record.status for record in records(tmp_path / "runs")) == ["failed", "finished"]
+    assert sorted(record.status for record in records_of(tmp_path / "runs")) == ["failed", "finished"]
 
 
 @pytest.mark.slow
@@ -55,8 +49,8 @@ def test_sweep_of_parallel_processes_equals_single_runs(tmp_path):
     command = [sys.executable, "-m", "focus_exp", "-m", *tiny(tmp_path), STEPS, "seed=0,1", *parallel]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert run(*tiny(tmp_path, "single"), STEPS, "seed=1").code == 0
-    swept = {record.seed: record for record in records(tmp_path / "runs")}
+    succeed(*tiny(tmp_path, "single"), STEPS, "seed=1")
+    swept = {record.seed: record for record in records_of(tmp_path / "runs")}
     assert nlls(swept[1]) == nlls(record_of(tmp_path / "single"))
 
 
@@ -74,21 +68,21 @@ def test_sweep_signal_stops_at_a_checkpoint_and_the_command_resumes(tmp_path):
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in err
-    (record,) = records(tmp_path / "runs")
+    (record,) = records_of(tmp_path / "runs")
     assert record.status == "interrupted"
     assert list(tmp_path.rglob("checkpoints/router.ckpt"))
-    assert run("-m", *command).code == 0
-    assert run(*tiny(tmp_path, "single"), router_steps(60), "seed=0").code == 0
-    resumed = next(path.parent for path in (tmp_path / "runs").rglob("record.json") if Record.load(path).seed == 0)
+    succeed("-m", *command)
+    succeed(*tiny(tmp_path, "single"), router_steps(60), "seed=0")
+    resumed = next(record.path.parent for record in records_of(tmp_path / "runs") if record.seed == 0)
     assert outcome(resumed) == outcome(tmp_path / "single")
 
 
 def test_requeued_job_resumes_although_overwrite_is_set(tmp_path, monkeypatch):
     settings = [*fitting(*tiny(tmp_path), *UNTRAINED), "overwrite=true"]
-    assert run(*settings).code == 0
+    succeed(*settings)
     first = record_of(tmp_path / "runs").started
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert run(*settings).code == 0
+    succeed(*settings)
     assert record_of(tmp_path / "runs").started == first
     monkeypatch.delenv("SLURM_RESTART_COUNT")
 

@@ -1,10 +1,11 @@
 """Learning-rate trials: equally many per trained variant, the best on validation text is used."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from builders import make_config, write_variants
-from running import attention_of, run, tiny
+from running import attention_of, records_of, succeed, tiny
 
 from focus_exp.config import Config, PhaseConfig, RecipeConfig
 from focus_exp.errors import UserError
@@ -25,8 +26,8 @@ def learning_rate(record):
 
 def test_comparison_tunes_trained_variants_on_validation_text(tmp_path):
     command = [*tiny(tmp_path), *TUNED, "job=compare", *write_variants(tmp_path / "conf", VARIANTS)]
-    assert run(*command).code == 0
-    loaded = [Record.load(path) for path in tmp_path.rglob("record.json")]
+    succeed(*command)
+    loaded = records_of(tmp_path)
     trials = {learning_rate(record): record for record in loaded if record.experiment == "tries"}
     runs = {record.config["variant"]: record for record in loaded if record.experiment != "tries"}
     assert set(runs) == {None, *VARIANTS}
@@ -46,11 +47,8 @@ def test_trials_of_other_seeds_and_experiments_are_the_same_runs():
 
 
 def test_failed_trial_is_recorded_and_excluded(tmp_path, monkeypatch):
-    def fail(config):
-        raise UserError("a loss is not finite")
-
     config = make_config("recipe=retrofit", f"runs_dir={tmp_path}", "recipe.tune.factors=[0.001,1]")
-    monkeypatch.setattr(job, "train", fail)
+    monkeypatch.setattr(job, "train", Mock(side_effect=UserError("a loss is not finite")))
     failed = run_trial(make_trial(config, 0.001))
     assert (failed.error, failed.nll) == ("a loss is not finite", None)
     trials = [failed, Trial(learning_rate=1e-2, nll=3.0)]

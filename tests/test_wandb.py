@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from running import run, tiny
+from running import succeed, tiny
 
 from focus_exp.reporting import wandb as logging
 
@@ -42,7 +42,6 @@ def test_log_tables_logs_unrounded_tables_and_images(tmp_path):
 
 def test_dashboard_logs_tables_without_a_server(tmp_path):
     pytest.importorskip("wandb_workspaces")
-    assert run(*tiny(tmp_path), "recipe.steps=1").code == 0
-    result = run(*tiny(tmp_path), "job=dashboard", "logger.wandb=disabled")
-    assert result.code == 0, result.err
+    succeed(*tiny(tmp_path), "recipe.steps=1")
+    result = succeed(*tiny(tmp_path), "job=dashboard", "logger.wandb=disabled")
     assert "not saved" in result.out
