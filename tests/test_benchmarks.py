@@ -323,12 +323,6 @@ def test_task_that_fails_is_an_error_next_to_the_others(measure, failing, words)
     evaluator.require_score()
 
 
-def test_require_score_raises_where_every_task_failed(measure):
-    with pytest.raises(UserError, match="901"):
-        measure(["long"], controls=False).require_score()
-    measure([], folder="none").require_score()
-
-
 def test_prompt_to_continue_longer_than_the_model_raises(tiny_model):
     lm = wrap(tiny_model("llama"))
     with pytest.raises(UserError, match="<= 100 tokens .got 101"):

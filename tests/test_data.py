@@ -93,13 +93,6 @@ def test_make_loader_continues_with_the_next_step(stop):
     assert all(len({x for batch in epoch for x in batch}) == 20 for epoch in (expected[:5], expected[5:]))
 
 
-def test_make_loader_ranks_see_disjoint_sequences():
-    loaders = [make_loader(pack(92), 6, 0, range(3), rank=rank, world_size=3) for rank in range(3)]
-    seen = [{x for batch in read(loader) for x in batch} for loader in loaders]
-    assert len(set().union(*seen)) == sum(map(len, seen)) == 18
-    assert len({len(loader) for loader in loaders}) == 1
-
-
 # documents
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_config
-from running import DUAL, fitting, only_run, run, succeed, tiny
+from running import DUAL, fitting, only_run, succeed, tiny
 
 from focus_exp import attach
 from focus_exp.data import SequenceDataset, TokenStream
@@ -128,9 +128,6 @@ def test_dual_router_generates_with_other_top_k(tmp_path):
     given = fitting(*tiny(tmp_path, "read"), "attention=focus_dual", "attention.groups=4", "attention.top_k=1")
     succeed(*given, "job=generate", f"adapter={adapter}")
     assert [row.text for row in continuations(tmp_path / "read")[1:3]] == [full.text, top_1.text]
-    for setting in ("generate.top_k=[5]", "attention.density=0.2"):
-        refused = run(*dual, "job=generate", setting)
-        assert refused.code == 2 and setting.split("=")[0] in refused.err
 
 
 def test_measure_cache_counts_what_sliding_layers_hold(tiny_model):

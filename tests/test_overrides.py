@@ -2,7 +2,7 @@
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from running import only_run, record_of, run, succeed, tiny, without_attention
+from running import only_run, record_of, succeed, tiny, without_attention
 
 from focus_exp.cli import quote_override
 from focus_exp.renames import RENAMED, renamed_key_reason, upgrade_keys
@@ -68,8 +68,3 @@ def test_upgrade_keys_of_an_older_record():
     old = {"regime": {"phases": {"router": {"aim": "text", "train": "router"}}}, "attention": {"share": 0.2}}
     phase = {"objective": "lm", "trainable": "router"}
     assert upgrade_keys(old) == {"recipe": {"phases": {"router": phase}}, "attention": {"density": 0.2}}
-
-
-def test_renamed_key_on_the_command_line_is_refused(tmp_path):
-    result = run(*tiny(tmp_path), "eval.window=24")
-    assert result.code == 2 and "eval.seq_len" in result.err

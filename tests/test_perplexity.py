@@ -22,6 +22,7 @@ from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import perplexity
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, SOFT, WINDOW_ONLY
 from focus_exp.evaluation.perplexity import (
+    LOGIT_ROWS,
     PairCounter,
     PerplexityEvaluator,
     Scores,
@@ -60,16 +61,15 @@ def score_all(model, blocks, batch_size=4) -> Scores:
 @given(with_bos=st.booleans(), batch_size=st.integers(1, 5), seed=SEEDS)
 @settings(max_examples=8)
 def test_score_every_token_given_its_sequence_so_far(tiny_llama, with_bos, batch_size, seed):
-    stream = random_stream([40, 5, 23], seed)
-    blocks = SequenceDataset(stream, 16, bos=BOS if with_bos else None, cross_documents=False)
+    stream, length = random_stream([100, 5, 50], seed), LOGIT_ROWS + 8  # float32 logits in two steps
+    blocks = SequenceDataset(stream, length, bos=BOS if with_bos else None, cross_documents=False)
     nll = score_all(tiny_llama, blocks, batch_size).nll
     expected = np.full(nll.shape, np.nan)
     for index, start in enumerate(blocks.starts):
-        tokens = torch.tensor([BOS] * with_bos + stream.tokens[start : start + 16 - with_bos].tolist())
+        tokens = torch.tensor([BOS] * with_bos + stream.tokens[start : start + length - with_bos].tolist())
         with torch.no_grad():
             logits = tiny_llama(tokens[None]).logits[0].double()
-        for position in range(1, 16):
-            expected[index, position] = F.cross_entropy(logits[position - 1], tokens[position])
+        expected[index, 1:] = F.cross_entropy(logits[:-1], tokens[1:], reduction="none")
     np.testing.assert_allclose(nll, expected, rtol=0, atol=1e-5)
     assert nll.dtype == np.float32
 
@@ -82,16 +82,6 @@ def test_score_batch_size_changes_neither_losses_nor_pairs(tiny_model, batch_siz
     np.testing.assert_allclose(many.nll, single.nll, rtol=0, atol=1e-5)
     assert single.pairs.totals[:2] == many.pairs.totals[:2]
     assert single.pairs.distant_density == pytest.approx(many.pairs.distant_density, abs=1e-3)
-
-
-@pytest.mark.parametrize("rows", [1, 8])
-def test_token_losses_chunked_logits_equal_whole(tiny_llama, monkeypatch, rows):
-    tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        whole = token_losses(tiny_llama, tokens)
-        monkeypatch.setattr(perplexity, "LOGIT_ROWS", rows)
-        torch.testing.assert_close(token_losses(tiny_llama, tokens), whole, rtol=0, atol=1e-6, equal_nan=True)
-    assert whole[:, 0].isnan().all() and (whole[:, 1:] > 0).all()
 
 
 def test_token_losses_bf16_model_computes_in_float32(tiny_model):
@@ -400,8 +390,6 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     succeed(*window)
     row = {row.name: row for row in scored(record_of(tmp_path / "window").measurements)}["focus_dual"]
     assert (row.nll, row.sparsity) == (dual.nll, dual.sparsity)
-    refused = run(*fitting(*tiny(tmp_path), "attention=full", "recipe=none", f"eval.adapters=['{adapter}']"))
-    assert refused.code == 2 and "attention=full" in refused.err
 
     # the place of an adapter is not part of a run's name, its content is
     moved = tmp_path / "moved"
