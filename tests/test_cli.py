@@ -1,13 +1,15 @@
-"""The command line: options, exit codes, and what is known before any work starts. test_messages.py has the wording."""
+"""The command line: options, exit codes, limits of the system. test_messages.py has the wording."""
 
 import re
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
-from running import record_of, router_steps, run, tiny
+from running import record_of, router_steps, run, succeed, tiny
 
 from focus_exp import __main__ as command_line
 from focus_exp.cli import order_arguments
@@ -84,3 +86,33 @@ def test_nonfinite_loss_stops_the_run(tmp_path, monkeypatch):
     assert result.code == 2 and "recipe.phases.*.learning_rate" in result.err
     record = record_of(tmp_path)
     assert record.status == "failed" and "step 3" in record.error
+
+
+@contextmanager
+def limited(kind, value):
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def test_run_with_the_largest_seed_is_trained(tmp_path):
+    succeed(*tiny(tmp_path), "recipe.steps=1", f"seed={2**32 - 1}")
+
+
+@pytest.mark.parametrize("kilobytes", [1, 16])
+def test_run_under_a_file_size_limit_is_one_error(tmp_path, kilobytes):
+    with limited(resource.RLIMIT_FSIZE, kilobytes * 1024):
+        result = run(*tiny(tmp_path), "recipe.steps=2")
+    assert result.code == 2, result.err
+    assert "ulimit -a" in result.err and result.err.count("error:") == 1
+    succeed(*tiny(tmp_path), "recipe.steps=2")
+
+
+def test_run_under_a_limit_of_open_files_is_one_error(tmp_path):
+    command = tiny(tmp_path)
+    with limited(resource.RLIMIT_NOFILE, 3):  # a file that is closed meanwhile gives no room for another
+        result = run(*command, "recipe.steps=2")
+    assert result.code == 2 and "ulimit -a" in result.err

@@ -148,17 +148,6 @@ def test_file_size_limit_is_refused_and_resumed_without(folder, undisturbed):
     assert_recovers(folder, "file-size", arguments, undisturbed)
 
 
-@pytest.mark.parametrize("name", ["br[1]", "caf\u00e9 {a,b}", "it's #1 (x=y)"])
-def test_special_characters_in_a_path_are_literal(folder, undisturbed, name):
-    texts, other = folder / name, folder / "br1"
-    shutil.copytree(folder / "texts", texts)
-    other.mkdir(exist_ok=True)
-    (other / "other.txt").write_text("another text " * 100, encoding="utf-8")  # what a glob would match
-    runs = f"path-{len(name)}"
-    assert launch([*command(folder, runs), f"data.files={texts}/*.txt"]).code == 0
-    assert outcome(folder / runs)["metrics"] == undisturbed["metrics"]
-
-
 @contextmanager
 def mounted(place: Path) -> Iterator[None]:
     """Mount a small file system in memory at `place`."""

@@ -49,14 +49,9 @@ def is_close(one, other):
 # --- golden files ---
 
 
-def test_claims_verdicts_equal_golden(content):
-    golden = pd.read_csv(GOLDEN / "claims.csv", dtype=str)
-    assert content["claims"].verdict.tolist() == [OLD_VERDICTS.get(word, word) for word in golden.verdict]
-
-
-def test_claims_numbers_equal_golden(content):
-    golden = pd.read_csv(GOLDEN / "claims.csv")
-    claims = content["claims"]
+def test_claims_equal_golden(content):
+    golden, claims = pd.read_csv(GOLDEN / "claims.csv"), content["claims"]
+    assert claims.verdict.tolist() == [OLD_VERDICTS.get(word, word) for word in golden.verdict]
     for old, (_, new) in zip(golden.itertuples(), claims.iterrows(), strict=True):
         if not pd.isna(old.value):  # the deciding measurement is now shown for all
             for name in ("value", "low", "high"):

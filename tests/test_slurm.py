@@ -134,12 +134,8 @@ def test_sweep_job_resumes_after_its_time_limit(sweep, tmp_path):
     assert outcome(of_seed(sent.runs, 3)) == single(tmp_path, steps, "seed=3", "eval.controls=false")
 
 
-def test_sweep_failed_and_killed_jobs_are_reported(sweep):
-    sent = sweep(STEPS, "seed=0,1", "data.seq_len=32", "model.architecture.max_position_embeddings=512,48")
-    code, err = sent.wait()
-    assert code == 0, err
-    failing = sweep(STEPS, "seed=5", "data.seq_len=64", "model.architecture.max_position_embeddings=48")
-    code, err = failing.wait()
+def test_sweep_failed_job_is_reported(sweep):
+    code, err = sweep(STEPS, "seed=5", "data.seq_len=64", "model.architecture.max_position_embeddings=48").wait()
     assert code == 2
     assert "data.seq_len" in err
 
