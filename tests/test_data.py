@@ -113,26 +113,16 @@ def decode(found: corpus.Corpus) -> list[str]:
     return documents
 
 
-@pytest.fixture
-def stdin(monkeypatch):
-    """stdin(data): give the process `data` on standard input."""
-
-    def give(data: bytes):
+def test_load_corpus_stdin_is_one_document(tmp_path, monkeypatch):
+    def load_stdin(data: bytes) -> corpus.Corpus:
         texts.read_stdin.cache_clear()
-        buffer = io.BytesIO(data)
-        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=buffer))
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(data)))
+        return load(files_config("-"), tmp_path)
 
-    yield give
-    texts.read_stdin.cache_clear()
-
-
-def test_load_corpus_stdin_is_one_document(tmp_path, stdin):
-    stdin(b"0123456789" * 100)
-    found = load(files_config("-"), tmp_path)
+    found = load_stdin(b"0123456789" * 100)
     assert [len(split) for split in (found.train, found.validation, found.test)] == [901, 51, 51]
-    stdin(b" ")
     with pytest.raises(UserError, match="data.files=-"):
-        load(files_config("-"), tmp_path)
+        load_stdin(b" ")
 
 
 def test_load_corpus_files_are_split_by_file_and_tokenized_once(tmp_path, monkeypatch):

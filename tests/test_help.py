@@ -44,12 +44,8 @@ def test_conf_top_level_keys_stand_with_a_comment():
     assert commented_keys(CONF / "config.yaml") - {"defaults", "hydra"} == top_level
 
 
-@pytest.mark.parametrize(
-    ("path", "schema"),
-    [(path, schema) for group, path, schema in KEYS if path.stem == "base"],
-    ids=[group for group, path, _ in KEYS if path.stem == "base"],
-)
-def test_conf_base_file_holds_the_schema_defaults(path, schema):
+@pytest.mark.parametrize(("group", "path", "schema"), [row for row in KEYS if row[1].stem == "base"])
+def test_conf_base_file_holds_the_schema_defaults(group, path, schema):
     values = OmegaConf.load(path)
     del values["defaults"]
     for item in fields(schema):

@@ -4,6 +4,7 @@ import io
 import shutil
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -302,16 +303,9 @@ def test_evaluation_stopped_anywhere_resumes_to_the_same_numbers(measure, monkey
     config, measure = make_config(sequences=14), partial(measure, on_round=lambda *_: None)
     config.eval.top_k = [1]
     whole = measure(config=config, folder="whole")
-    real, calls = score, []
-
-    def stopping(*args):
-        calls.append(args[-1])
-        if len(calls) == stop_at:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(perplexity, "score", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    stopping = Mock(wraps=score, side_effect=[*[DEFAULT] * (stop_at - 1), KeyboardInterrupt])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(perplexity, "score", stopping)
         measure(config=config)
     assert comparable(measure(config=config)) == comparable(whole)
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from running import run, tiny
+from running import only_run, run, tiny
 
 from focus_exp.errors import UserError
 from focus_exp.reporting import report
@@ -26,16 +26,11 @@ def runs(finished_run, tmp_path, monkeypatch):
     return shutil.copytree(finished_run, tmp_path / "runs")
 
 
-def place_of(runs: Path) -> Path:
-    (path,) = runs.rglob("record.json")
-    return path.parent.relative_to(runs)
-
-
 # --- checks ---
 
 
 def test_find_stale_names_changed_files_and_renew_mends_them(runs):
-    place = runs / place_of(runs)
+    place = only_run(runs)
     write_report(load_results(runs), runs / "report")
     record = (place / "record.json").read_bytes()
     assert find_stale(runs) == []
@@ -51,7 +46,7 @@ def test_find_stale_names_changed_files_and_renew_mends_them(runs):
 
 @pytest.mark.parametrize("damage", ["losses", "no losses", "measurements"])
 def test_find_stale_compares_measurements_with_losses(runs, damage):
-    place = runs / place_of(runs)
+    place = only_run(runs)
     losses, measurements = place / "losses.csv", place / "measurements.csv"
     if damage == "losses":
         head, first, *rest = losses.read_text().splitlines()
@@ -67,7 +62,7 @@ def test_find_stale_compares_measurements_with_losses(runs, damage):
 
 
 def test_job_report_check_fails_on_stale_run(runs, tmp_path):
-    (runs / place_of(runs) / "table.md").write_text("typed by hand")
+    (only_run(runs) / "table.md").write_text("typed by hand")
     result = run(*tiny(tmp_path), "job=report", "report.check=true")
     assert result.code == 2
     assert "table.md" in result.err

@@ -187,8 +187,6 @@ def test_train_recipe_none_measures_without_training(tmp_path, attention):
     balanced = 32 if attention == "focus" else 0  # tokens that the random router's groups were made even on
     assert (record.status, record.steps, record.tokens_seen) == ("finished", 0, balanced)
     assert record.method["trainable_parameters"] == 0
-    expected = {"full": {"base"}, "focus": {"base", "soft", "hard", "control"}}
-    assert kinds(record) == expected.get(attention, {"base", "control"})
     assert metrics_of(tmp_path) == []
 
 
@@ -213,13 +211,9 @@ def test_evaluate_finetuned_model_and_adapter_equals_training(folder, finetuned)
     assert after["focus_hard"].nll == pytest.approx(before["focus_hard"].nll, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [(*BOTH, "attention=full"), ("recipe=scratch", "recipe.phases.everything.steps=3", "attention=full")],
-    ids=["finetune", "scratch"],
-)
-def test_train_full_attention_saves_weights_alone(tmp_path, settings):
-    succeed(*fitting(*tiny(tmp_path), *settings))
+@pytest.mark.parametrize("recipe", ["finetune", "scratch"])
+def test_train_full_attention_saves_weights_alone(tmp_path, recipe):
+    succeed(*fitting(*tiny(tmp_path), f"recipe={recipe}", "recipe.steps=3", "attention=full"))
     record, place = record_of(tmp_path), only_run(tmp_path)
     assert kinds(record) == {"base", "trained"} and record.steps == 3
     assert (place / "model" / "model.safetensors").exists() and not (place / "adapter").exists()

@@ -27,7 +27,6 @@ SHAPE = Shape(width=32, heads=4, kv_heads=2, head_dim=16)
 LAYER = Layer(SHAPE, window=8, sinks=2, dtype=torch.float32, device=CPU, repeats=1)
 FLOAT32 = Precision(CPU, torch.float32, False, "test")
 BENCH = ["+experiment=speed", "bench.lengths=[48,80]", "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(1)]
-DUAL = ["attention=focus_dual", "recipe=none", "attention.groups=4", "attention.top_k=1"]
 FIT = ["attention.calibration_sequences=2", "attention.validation_sequences=1", "attention.fit_steps=4"]
 LAYER_ONLY = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
 
@@ -192,7 +191,7 @@ def test_bench_job_times_a_fitted_router(tmp_path, monkeypatch, method, fails):
         monkeypatch.setattr(bench, "time_prefill", Mock(side_effect=RuntimeError("out of everything")))
     lengths = ["bench.lengths=[300]", "bench.prefill_lengths=[32,48]", "bench.decode_lengths=[40]"]
     clear = ["bench.step_lengths=[]", "attention.density=0.3"]
-    options = DUAL if method == "focus_dual" else [f"attention={method}", "recipe=none"]
+    options = [f"attention={method}", "recipe=none", "attention.groups=4", "attention.top_k=1"]
     succeed(*fitting(*tiny(tmp_path), "job=bench", *options, *FIT, *lengths, *clear))
     rows = timings(record_of(tmp_path).measurements)
     cases = [(row.clock, row.method, row.seq_len) for row in rows]

@@ -7,18 +7,11 @@ from running import succeed, tiny
 from focus_exp.reporting import wandb as logging
 
 
-@pytest.fixture
-def no_key(monkeypatch, tmp_path):
+def test_wandb_mode_follows_request_then_environment_then_key(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
-def test_wandb_mode_without_key_is_offline(no_key):
     assert logging.wandb_mode("auto") == "offline"
-
-
-def test_wandb_mode_follows_request_and_environment(no_key, monkeypatch):
     assert logging.wandb_mode("disabled") == "disabled"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert logging.wandb_mode("auto") == "disabled"
