@@ -14,12 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
 
 import focus_exp
 from focus_exp import assets
 from focus_exp.config import DataConfig
-from focus_exp.data import SequenceDataset, TokenStream, corpus, find_bos, load_corpus, make_loader, texts
+from focus_exp.data import SequenceDataset, TokenStream, corpus, load_corpus, make_loader, texts
 from focus_exp.data.books import EMBEDDED, WORKS, clean
 from focus_exp.data.packing import read_stream, write_stream
 from focus_exp.errors import UserError
@@ -68,15 +67,6 @@ def test_length_warnings_name_short_documents_and_too_few_sequences():
     assert "2 of 4" in short and "19%" in short and "eval.seq_len=10" in short
     few = warnings(30)[-1]
     assert "52 tokens" in few and "90" in few
-
-
-def test_find_bos_is_the_prepended_token():
-    tokenizer = byte_tokenizer()
-    assert find_bos(tokenizer) is None
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
-    )
-    assert find_bos(tokenizer) == 256
 
 
 def read(loader) -> list[list[int]]:

@@ -76,15 +76,11 @@ def make_generation(tiny_model, tmp_path):
     return make
 
 
-def texts_of(generation: Generation) -> list[str]:
-    return [row.text for row in generation.rows()]
-
-
 def test_generation_ignores_the_models_own_generation_config(make_generation):
     """Such as a penalty of repetitions, which no record would show."""
     plain, penalized = make_generation(), make_generation()
     penalized.model.generation_config.repetition_penalty = 5.0
-    assert texts_of(penalized) == texts_of(plain)
+    assert [row.text for row in penalized.rows()] == [row.text for row in plain.rows()]
 
 
 def test_generation_failed_full_attention_has_an_error_and_no_agreement(make_generation, monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from running import DUAL, fitting, only_run, record_of, succeed, tiny, without_attention
 
 from focus_exp import attach, set_routing
-from focus_exp.evaluation.groups import GroupAnalysis, Observation, best_pairs, mask_distant_pairs, split_heads
+from focus_exp.evaluation.groups import GroupAnalysis, best_pairs, mask_distant_pairs, split_heads
 from focus_exp.evaluation.words import CLASSES, find_words, read_passage, split_pieces
 from focus_exp.models.methods import observe_selections
 from focus_exp.models.random import byte_tokenizer
@@ -84,37 +84,19 @@ def test_best_pairs_are_the_highest_with_no_key_twice():
     assert len(best_pairs(affinity, kept, 1)) == 1 and best_pairs(affinity, ~kept, 3)[0][:2] == (2, 2)
 
 
-@pytest.fixture(scope="module")
-def analysis(finished_run, tmp_path_factory) -> tuple[Path, dict[str, Observation]]:
-    """A job on the adapter of a short run and a copy of it: its folder, and what it observed by label."""
-    folder, observations, observe = tmp_path_factory.mktemp("groups"), {}, GroupAnalysis.observe
-    shutil.copytree(finished_run, folder / "trained")
-    shutil.copytree(only_run(folder / "trained") / "adapter", folder / "other")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupAnalysis, "observe", lambda self, name: observations.setdefault(name, observe(self, name)))
-        succeed(*command(folder))
-    return folder, observations
-
-
-@pytest.fixture
-def analyzed(analysis) -> Path:
-    return analysis[0]
-
-
-def command(folder: Path) -> list[str]:
-    adapter = only_run(folder / "trained") / "adapter"
-    settings = without_attention(tiny(folder))
-    return [*settings, "job=analyze", f"adapter={adapter}", f"analyze.others=['{folder / 'other'}']"]
-
-
 def measured(folder: Path) -> pd.DataFrame:
     """The measurements of the only run below a directory, settings as columns."""
     return pd.DataFrame([{**vars(m), **m.settings} for m in record_of(folder).measurements])
 
 
-def test_analysis_equals_observations(analysis):
-    analyzed, observations = analysis
-    rows, folder = measured(analyzed / "runs"), only_run(analyzed / "runs")
+def test_analysis_of_an_adapter_and_a_copy_equals_observations(finished_run, tmp_path, monkeypatch):
+    adapter = only_run(finished_run) / "adapter"
+    other = shutil.copytree(adapter, tmp_path / "other")
+    observations, observe, runs = {}, GroupAnalysis.observe, tmp_path / "runs"
+    monkeypatch.setattr(GroupAnalysis, "observe", lambda self, name: observations.setdefault(name, observe(self, name)))
+    others = f"analyze.others=['{other}']"
+    succeed(*without_attention(tiny(tmp_path)), "job=analyze", f"adapter={adapter}", others)
+    rows, folder = measured(runs), only_run(runs)
     values = rows.set_index("metric").value
     facts = rows[rows.metric == "analyzed_tokens"].iloc[0]
     assert (facts.tokens, facts.windows, facts.passage_tokens) == (96, 3, 24)
@@ -137,7 +119,7 @@ def test_analysis_equals_observations(analysis):
     assert changes.value["all"] == pytest.approx((trained.nll - base.nll)[:, 10:].mean(), abs=1e-6)
     table = (folder / "table.md").read_text()
     assert "## Groups" in table and "## Cost by word class" in table
-    results = pd.DataFrame(map(vars, load_results(analyzed / "runs").rows))
+    results = pd.DataFrame(map(vars, load_results(runs).rows))
     assert set(results[results.source == "groups"].metric) >= {"punctuation_purity", "group_confidence"}
 
 
