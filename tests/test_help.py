@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from running import run
+from running import run, succeed
 
 from focus_exp.config import GROUPS, JOBS, Config, conf_dir, find_schema
 
@@ -55,8 +55,7 @@ def test_conf_base_file_holds_the_schema_defaults(group, path, schema):
 
 
 def test_help_screen_names_every_choice_in_one_screen():
-    result = run("--help")
-    assert result.code == 0
+    result = succeed("--help")
     lines = result.out.splitlines()
     assert len(lines) <= 42
     assert max(map(len, lines)) <= 100
@@ -66,8 +65,7 @@ def test_help_screen_names_every_choice_in_one_screen():
 
 
 def test_help_of_a_choice_prints_its_file_and_every_key():
-    result = run("--help", "recipe=lora")
-    assert result.code == 0
+    result = succeed("--help", "recipe=lora")
     assert (CONF / "recipe" / "lora.yaml").read_text(encoding="utf-8") in result.out
     assert (CONF / "recipe" / "base.yaml").read_text(encoding="utf-8") in result.out
 

@@ -141,18 +141,14 @@ def test_comparison_stops_at_a_variant_in_use(tmp_path):
 
 
 def test_second_comparison_is_refused_before_any_variant(tmp_path, monkeypatch):
-    compare, run_variants, configs = compare_module.compare, compare_module.run_variants, []
-
-    def remember(config):
-        configs.append(config)
-        compare(config)
+    compare, run_variants = Mock(wraps=compare_module.compare), compare_module.run_variants
 
     def intrude(variants):
         with pytest.raises(InUse, match="compare"):
-            compare(configs[0])
+            compare(*compare.call_args.args)
         return run_variants(variants)
 
-    monkeypatch.setattr(compare_module, "compare", remember)
+    monkeypatch.setattr(compare_module, "compare", compare)
     monkeypatch.setattr(compare_module, "run_variants", intrude)
     succeed(*tiny(tmp_path), "job=compare", "variants=[compare/window]")
-    assert len(configs) == 1
+    assert compare.call_count == 2
