@@ -17,7 +17,7 @@ from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.record import Record
 
 STEPS = "recipe.steps=4"
-BOTH = ("recipe=finetune", "recipe.steps=3")
+BOTH = ("recipe=finetune", "recipe.phases.router.steps=3", "recipe.phases.everything.steps=3")
 MEASURE = ("recipe=none", "attention.warm_start_sequences=0")
 
 
