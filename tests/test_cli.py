@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
-from conftest import loaded
+from conftest import remembered
 from running import record_of, router_steps, run, succeed, tiny
 
 from focus_exp import __main__ as command_line
@@ -114,7 +114,7 @@ def test_run_under_a_file_size_limit_is_one_error(tmp_path, kilobytes):
 
 def test_run_under_a_limit_of_open_files_is_one_error(tmp_path):
     command = tiny(tmp_path)
-    loaded.clear()  # so that hydra opens conf/config.yaml
+    remembered.clear()  # so that hydra opens conf/config.yaml
     with limited(resource.RLIMIT_NOFILE, 3):  # a file that is closed meanwhile gives no room for another
         result = run(*command, "recipe.steps=2")
     assert result.code == 2 and "ulimit -a" in result.err
