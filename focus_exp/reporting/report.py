@@ -66,14 +66,23 @@ def report_files(results: Results, content: dict[str, pd.DataFrame]) -> dict[str
     return files | {f"{name}.csv": table.to_csv(index=False) for name, table in content.items()}
 
 
+def describe_setup(results: Results) -> str:
+    """Return one line on what was measured."""
+    runs, steps = results.runs, results.runs.steps[results.runs.steps > 0]
+    models = ", ".join(f"{name} ({count} runs)" for name, count in runs.model.value_counts().items())
+    is_substituted = (runs.is_model_substituted | runs.is_data_substituted).any()
+    substitute = ", in place of the paper's models and PG-19" if is_substituted else ""
+    trained = f"{steps.min():,} to {steps.max():,} training steps (paper: 4,000)" if len(steps) else "no training"
+    scale = " budget=quick: no number is meaningful." if results.is_quick else ""
+    return f"{models}{substitute}; {trained}; {runs.seed.nunique()} seeds.{scale}"
+
+
 def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     """Return the report as Markdown, at most 300 lines."""
     claims = content["claims"]
     counts = claims.verdict.value_counts()
     legend = [f"**{word}** ({counts[word]}): {meaning}." for word, meaning in VERDICTS.items() if word in counts]
-    runs, scale = results.runs, " budget=quick: no number is meaningful." if results.is_quick else ""
-    measured = f"{len(runs)} runs, {runs.seed.nunique()} seeds, on {', '.join(runs.model.dropna().unique())}.{scale}"
-    parts = ["# Reproducing Focus (arXiv:2604.03260): report", measured]
+    parts = ["# Reproducing Focus (arXiv:2604.03260): report", describe_setup(results)]
     if results.root and (conclusions := results.root / CONCLUSIONS).exists():
         parts.append(conclusions.read_text(encoding="utf-8").strip())
     parts += [
