@@ -37,9 +37,6 @@ WIDTH, SIZE = 12, 6
 BASELINES = [way for way, (name, *_) in WAYS.items() if not name.startswith(("focus", "key_gate"))]
 
 
-# the formulas, one query of one head at a time; each returns its output and the keys that it used
-
-
 @dataclass
 class Query:
     """Query i of a head: it sees `keys`, of a sequence that begins at `start`; k, v are those of its key head.
@@ -405,9 +402,6 @@ def test_baseline_low_precision_is_close_to_float64(way, dtype, tolerance, lengt
     assert distance(out.double(), attended(method, [t.double() for t in rounded], h)) < tolerance
 
 
-# what defines each method
-
-
 def test_performer_features_are_orthogonal_gaussian():
     size = 16
     generator = torch.Generator().manual_seed(0)
@@ -567,9 +561,6 @@ def test_baseline_invalid_option_raises(tiny_model, name, options, message):
 def test_performer_model_with_softcap_raises(tiny_model):
     with pytest.raises(UserError, match="performer does not support a softcap"):
         attach(tiny_model("gemma2"), "performer")
-
-
-# configuration
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "full"))

@@ -19,9 +19,6 @@ def make_change(low, high, **cells):
     return make_row(value=(low + high) / 2, low=low, high=high, **cells)
 
 
-# --- below ---
-
-
 @pytest.mark.parametrize(
     ("low", "high", "size", "cells", "verdict"),
     [
@@ -57,9 +54,6 @@ def test_below_inactive_mask_is_left_out():
 def test_below_any_refuted_row_refutes():
     judgement = below([make_change(-0.2, -0.1), make_change(0.1, 0.2)])
     assert judgement.verdict == "not reproduced"
-
-
-# --- at_least ---
 
 
 def make_timing(tokens, value, device_kind="NVIDIA H100"):
@@ -99,9 +93,6 @@ def test_at_least_disagreeing_runs_are_inconclusive():
 def test_at_least_fraction_has_tolerance(value, verdict):
     row = make_row(metric="confidence", unit="fraction", value=value)
     assert at_least([row], 0.89, most=0.94).verdict == verdict
-
-
-# --- routers ---
 
 
 def make_router(largest, empty, step=600, seeds=(0,), spread=None, setup="a"):
@@ -149,9 +140,6 @@ def test_collapses_considers_steps_setups_and_seeds(rows, verdict):
     assert collapses(rows, **COLLAPSE).verdict == verdict
 
 
-# --- scores ---
-
-
 def make_score(low, high, active=True, unit="fraction"):
     return make_change(low, high, mask_active=active, unit=unit, metric="score_change", dof=math.inf)
 
@@ -174,9 +162,6 @@ def test_is_worse_of_a_loss_is_a_rise():
     assert not is_worse(make_row(value=-0.1))
 
 
-# --- claims ---
-
-
 def make_claim(**changes):
     fields = {"select": {"variant": "focus", "reference": "lora"}, "comparison": "below"}
     return Claim(id="X", table="T", claim="c", paper="p", experiments=["compare"], **{**fields, **changes})
@@ -192,9 +177,6 @@ def test_judge_unmatched_rows_are_a_different_router():
 def test_judge_picks_the_longest():
     rows = [make_change(-0.2, -0.1, tokens=1024), make_change(0.1, 0.2, tokens=4096)]
     assert make_claim(pick="tokens").judge(rows).verdict == "not reproduced"
-
-
-# --- aggregation ---
 
 
 def make_seed(seed, value, stderr=0.01, **cells):
@@ -229,9 +211,6 @@ def test_required_sample_grows_with_comparisons():
     assert one["required_units"] == needed(0.1, 0.02)
     assert one["required_seeds"] == needed(0.05, 0.02)
     assert several["required_units"] > one["required_units"]
-
-
-# --- rows ---
 
 
 def test_select_takes_lists_patterns_and_queries(published):

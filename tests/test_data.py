@@ -83,9 +83,6 @@ def test_make_loader_continues_with_the_next_step(stop):
     assert all(len({x for batch in epoch for x in batch}) == 20 for epoch in (expected[:5], expected[5:]))
 
 
-# documents
-
-
 def files_config(path: Path | str, **fields) -> DataConfig:
     return DataConfig(name="files", source="files", files=str(path), **fields)
 
@@ -279,9 +276,6 @@ def test_load_corpus_unreachable_hub_uses_books_for_shipped_data(tmp_path, monke
     with pytest.raises(UserError, match="owner/texts"):  # a user's own is not replaced
         load(HUB, tmp_path)
     assert load(DataConfig(name="books", source="books"), tmp_path).provenance.substitution is None
-
-
-# embedded corpora
 
 
 def test_clean_removes_what_printers_added():

@@ -149,9 +149,6 @@ def assert_equal(folder, other):
             np.testing.assert_allclose(weights[name], reference[name], rtol=0, atol=tolerance)
 
 
-# what is computed
-
-
 def in_fixture(*case, fixture):
     """Mark a case as slow if its runs are made by `slow_pair`."""
     return pytest.param(*case, fixture, marks=slow if fixture == "slow_pair" else ())
@@ -178,9 +175,6 @@ def test_only_process_zero_writes_and_prints(folder, pair):
     assert "ddp over 2 processes" in record_of(folder / "retrofit-ddp").device
     assert list(folder.rglob("*.aside*")) == []
     assert len(metrics_of(folder / "retrofit-ddp")) == 6
-
-
-# what is interrupted
 
 
 @pytest.mark.parametrize(
@@ -225,9 +219,6 @@ def test_killed_process_ends_the_run_which_resumes_to_the_same_numbers(folder, p
     assert record_of(folder / "killed").status != "finished"
     launch(folder, [(command, None)])
     assert outcome(folder / "killed") == outcome(folder / "retrofit-ddp")
-
-
-# what is refused
 
 
 @pytest.mark.parametrize(
@@ -279,9 +270,6 @@ def test_routers_train_on_a_quantized_base(tmp_path, tiny_model, quantization):
     assert all(np.isfinite(line["loss"]) for line in metrics_of(tmp_path))
     weights = load_file(only_run(tmp_path) / "adapter" / "focus_adapter.safetensors")
     assert {array.dtype for array in weights.values()} == {np.dtype(np.float32)}
-
-
-# which data
 
 
 @given(

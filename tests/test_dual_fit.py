@@ -68,9 +68,6 @@ def distant_pairs(length: int = T, window: int = WINDOW) -> Tensor:
     return (lag > window) & (torch.arange(length) >= SINKS)
 
 
-# importance
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_loss_changes_equal_gradient_by_presence_of_a_pair(softcap, with_sinks):
@@ -182,9 +179,6 @@ def test_fit_to_attention_observes_attention_weights(tiny_model, tmp_path, monke
         torch.testing.assert_close(actual, expected.gather(-1, keys) * (fractions > 0), rtol=1e-2, atol=1e-3)
 
 
-# encoders
-
-
 def planted(sequences: int, seed: int) -> list[Observation]:
     """Make tokens of 4 kinds: kind a needs keys of kind a + 1 in head 0 and a + 2 in head 1; kind 0 ten times more."""
     generator = torch.Generator().manual_seed(seed)
@@ -254,9 +248,6 @@ def test_fit_with_one_encoder_trains_the_key_encoder(tiny_model, tmp_path):
     weights = [name for name in before if name.endswith("key_encoder.weight")]
     assert len(weights) == len(lost)
     assert not any(torch.equal(model.state_dict()[name], before[name]) for name in weights)
-
-
-# budgets
 
 
 @pytest.mark.parametrize(
@@ -344,9 +335,6 @@ def test_rebalance_of_a_dense_budget_changes_nothing(tiny_model):
     before = copy_state(model)
     rebalance(model, random_sequences(1), FLOAT32)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-# cache and runs
 
 
 def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monkeypatch):

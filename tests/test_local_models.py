@@ -44,9 +44,6 @@ def change_config(place: Path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-# GGUF
-
-
 def test_load_model_gguf_equals_its_source(tmp_path):
     model = plain_qwen2()
     loaded = load(write_gguf(model, tmp_path / "mine.gguf"), tmp_path / "cache")
@@ -97,9 +94,6 @@ def test_find_local_model_gguf_shard_raises(tmp_path):
     (tmp_path / "mine-00001-of-00002.gguf").touch()
     with pytest.raises(UserError, match="llama-gguf-split --merge"):
         find_local_model(str(tmp_path / "mine-00001-of-00002.gguf"))
-
-
-# .safetensors
 
 
 def test_load_model_safetensors_file_equals_its_folder(folder, tmp_path):
@@ -189,9 +183,6 @@ def test_load_model_unfit_folder_raises_its_reason(folder, tmp_path, monkeypatch
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
-
-
-# the hub
 
 
 def test_parse_hub_id_with_revision_is_split():

@@ -26,9 +26,6 @@ def runs(finished_run, tmp_path, monkeypatch):
     return shutil.copytree(finished_run, tmp_path / "runs")
 
 
-# --- checks ---
-
-
 def test_find_stale_names_changed_files_and_renew_mends_them(runs):
     place = only_run(runs)
     write_report(load_results(runs), runs / "report")
@@ -80,9 +77,6 @@ def test_published_runs_follow_from_their_measurements():
 
 def test_published_results_keep_every_run(published):
     assert len(published.runs) == len(list(RECORDS.rglob("record.json")))
-
-
-# --- comparisons, records ---
 
 
 def test_compare_variants_without_a_run_has_no_changes(tmp_path):

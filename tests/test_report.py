@@ -46,9 +46,6 @@ def is_close(one, other):
         return str(one) == str(other)
 
 
-# --- golden files ---
-
-
 def test_claims_equal_golden(content):
     golden, claims = pd.read_csv(GOLDEN / "claims.csv"), content["claims"]
     assert claims.verdict.tolist() == [OLD_VERDICTS.get(word, word) for word in golden.verdict]
@@ -94,9 +91,6 @@ def test_pitfalls_of_the_first_model_equal_golden(content):
     assert sorted(rows.value.dropna()) == pytest.approx(sorted(golden.dropna()), abs=1e-9)
 
 
-# --- form ---
-
-
 def test_claims_paper_ratios_are_printed_in_the_paper():
     printed = {cell for name in read_yaml("paper") for row in paper_rows(name) for cell in row.values()}
     for entry in read_yaml("claims"):
@@ -115,9 +109,6 @@ def test_format_tables_escape_markup():
     assert to_markdown(table) == "| a\\|b |\n| --- |\n| 1 % & <x> |\n"
     assert r"1 \% \& <x>" in to_latex(table)
     assert "&lt;x&gt;" in to_html("`<x>`", "t")
-
-
-# --- checks ---
 
 
 def test_check_report_finds_changed_number(published, content, made_once, tmp_path):
@@ -166,9 +157,6 @@ def test_write_report_writes_figures(published, made_once, tmp_path):
     claims = write_report(published, tmp_path)
     assert len(claims) == 36
     assert {path.name for path in (tmp_path / "figures").glob("*.svg")} == {"frontier.svg", "figure1.svg", "speed.svg"}
-
-
-# --- own tables ---
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,6 @@ def expected_finetune(folder):
     return outcome(folder / "uninterrupted-finetune")
 
 
-# training
-
-
 def test_finished_run_removes_checkpoints_and_keeps_weights(folder, expected_finetune):
     names = {path.name for path in only_run(folder / "uninterrupted-finetune").iterdir()}
     assert "checkpoints" not in names
@@ -105,9 +102,6 @@ def test_signal_during_all_reduce_stops_at_the_next_step(monkeypatch, tmp_path):
     with pytest.raises(Interrupted, match="3 of 9"):
         checkpoint.on_train_batch_end(trainer, module, None, None, 1)
     assert saved == [tmp_path / "last.ckpt"]
-
-
-# evaluation
 
 
 def test_stopped_evaluation_keeps_its_complete_rows(folder, expected, monkeypatch):
@@ -163,9 +157,6 @@ def test_table_says_how_far_a_run_is(tmp_path, monkeypatch):
     assert "already finished" in run(*settings).out and table.exists()
 
 
-# checkpoints
-
-
 def test_full_disk_leaves_complete_checkpoints(folder, expected, monkeypatch):
     complete = full_disk_at(monkeypatch, 3)
     failed = run(*command(folder, "full"))
@@ -215,9 +206,6 @@ def test_run_with_a_damaged_checkpoint_gives_the_same_numbers(folder, expected, 
     assert run(*command(folder, "damaged")).code == 0
     assert str(path) in record_of(folder / "damaged").warnings[0]
     assert outcome(folder / "damaged") == expected
-
-
-# records
 
 
 def test_resumed_record_adds_up_times_and_warnings(tmp_path):

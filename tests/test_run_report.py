@@ -17,9 +17,6 @@ def test_run_tables_quality_has_paired_changes(finished_run):
     assert table[table.variant == "base"]["ΔPPL [%], base"].item() == "-"
 
 
-# --- figures ---
-
-
 def test_loss_curves_continue_over_phases():
     log = [{"phase": name, "step": step, "loss": 1.0} for name in ("router", "all") for step in (1, 2)]
     (ax,) = figures.loss_curves(log).axes
@@ -52,9 +49,6 @@ def test_figures_same_data_give_the_same_bytes(tmp_path):
     for name in ("a", "b"):
         figures.save_figures({"frontier": figures.frontier(make_points())}, tmp_path / name)
     assert (tmp_path / "a/frontier.svg").read_bytes() == (tmp_path / "b/frontier.svg").read_bytes()
-
-
-# --- continuations ---
 
 
 def test_render_continuations_groups_by_prompt():

@@ -101,9 +101,6 @@ def test_logged_loss_excludes_auxiliary_losses(tiny_model, tmp_path):
     assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
 
 
-# what moves, and what does not
-
-
 @pytest.mark.parametrize("detached", [False, True])
 def test_detach_inputs_stops_router_gradient(tiny_model, detached):
     method = attached_methods(attached(tiny_model("llama"), {"detach_inputs": detached}))[0].train()
@@ -196,9 +193,6 @@ def test_checkpointing_keeps_losses_and_centroids(tiny_model, tmp_path, phase, o
         assert (states(model) - before).abs().max() > 1e-3
         results.append((torch.tensor(losses), states(model)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
-
-
-# the probe
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,6 @@ def routers(model) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for method in attached_methods(model).values() for p in method.parameters()])
 
 
-# what is trained
-
-
 @pytest.mark.parametrize("family", ["gpt2", "olmo2"])  # tied and untied embeddings, biases, norms
 @pytest.mark.parametrize("phase", [ROUTER, ALL], ids=["router", "all"])
 def test_phase_trains_exactly_the_named_parameters(tiny_model, tmp_path, family, phase):
@@ -113,9 +110,6 @@ def test_router_of_a_bf16_base_is_float32_with_finite_gradients(tiny_model, fami
     assert all(torch.isfinite(p.grad).all() and p.grad.abs().max() > 0 for p in trained)
     others = [p for p in model.parameters() if not p.requires_grad]
     assert all(p.grad is None and p.dtype == torch.bfloat16 for p in others) and len(others) > 4
-
-
-# how it is trained
 
 
 @pytest.mark.parametrize("assignment", ["softmax", "sinkhorn"])
@@ -186,9 +180,6 @@ def test_metrics_hold_the_learning_rate_of_their_step(tiny_model, tmp_path):
     train(focus(tiny_model("llama")), phase, tmp_path, accumulate=2)
     logged = [line["learning_rate"] for line in read_metrics(tmp_path / METRICS)]
     assert logged == pytest.approx([0.02 * learning_rate_scale(step, phase) for step in range(5)])
-
-
-# which arithmetic
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,6 @@ def command_overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
-# variants
-
-
 def compose_variants(config: Config) -> dict[str, Config]:
     """Compose the comparison's variants by name, or only `config.variant` where the command line chose one."""
     names = [config.variant] if config.variant else map(variant_name, config.variants)
@@ -148,9 +145,6 @@ def read_settings(path: str) -> dict[str, Any]:
     for entry in values.pop("defaults", []):
         settings |= {key.removeprefix("override /"): value for key, value in entry.items()}
     return settings | {".".join(map(str, key)): value for key, value in flatten(values).items() if key != (GROUP,)}
-
-
-# adapters
 
 
 def compose_adapter(config: Config, overrides: list[str] | None = None) -> Config:
@@ -247,9 +241,6 @@ def find_base_model(config: Config, description: dict[str, Any]) -> ModelConfig:
     if model.path and not Path(model.path).expanduser().exists():
         raise UserError(f"model.path of adapter={config.adapter} must exist (got {model.path}); {BASE_HINT}")
     return model
-
-
-# base weights
 
 
 def needs_base(config: Config) -> bool:

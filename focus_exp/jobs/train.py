@@ -132,9 +132,6 @@ def save_weights(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
         tokenizer.save_pretrained(new)
 
 
-# fitting
-
-
 def trains_router(config: Config) -> bool:
     """Return whether a router is trained or fitted, not loaded or left at its initialization."""
     return not config.adapter and bool(config.fitting or config.phases)
@@ -307,9 +304,6 @@ def count_trainable(model: PreTrainedModel, config: Config) -> int:
     """Return the number of parameters that are trained in any phase or fitted before."""
     parts = {phase.trainable for _, phase in config.phases} | ({"router"} if config.fitting else set())
     return sum(p.numel() for name, p in model.named_parameters() if any(is_trainable(name, part) for part in parts))
-
-
-# learning-rate trials: each a run, scored on validation text
 
 
 def tune_learning_rate(config: Config) -> tuple[Config, list[Trial]]:

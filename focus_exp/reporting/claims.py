@@ -109,9 +109,6 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
     }, row
 
 
-# --- comparators: rows aggregated over seeds -> Judgement ---
-
-
 def below(
     rows: list[Row],
     limit: float = 0.0,

@@ -56,9 +56,6 @@ def report_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure | Non
     return {table.removeprefix("paper_"): draw(tables[table]) for table, draw in drawn.items() if table in tables}
 
 
-# --- figures of the report ---
-
-
 def frontier(points: pd.DataFrame) -> Figure | None:
     """Plot perplexity change against density at one length, a curve a method, a panel a model and text."""
     known = points[points.method.isin(FAMILIES) & (points.sparsity > 0)]
@@ -174,9 +171,6 @@ def set_ticks(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
-
-
-# --- figures of a run ---
 
 
 def loss_curves(log: list[dict[str, Any]], title: str = "") -> Figure | None:

@@ -141,9 +141,6 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- rows of one run ---
-
-
 def to_row(m: Measurement) -> Row:
     """Return the columns and settings of a measurement, None for missing ones."""
     value, low, high, density = (None if x is None or math.isnan(x) else x for x in (m.value, m.low, m.high, m.density))
@@ -306,9 +303,6 @@ def detail_rows(rows: list[Row]) -> Iterator[Row]:
             yield row.replace(source="costs", variant=row.word_class, metric=f"{row.metric} {row.variant}")
 
 
-# --- comparisons ---
-
-
 def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
     """Return the rows of runs, and those of comparisons from their variants.
 
@@ -386,9 +380,6 @@ def differences(run: Run, rows: list[Row]) -> list[Row]:
             )  # fmt: skip
             made.append(row.replace(stderr=standard_error(row, row.dof)))
     return made
-
-
-# --- selection ---
 
 
 def select(rows: Iterable[Row], cells: dict[str, Any], query: str = "") -> list[Row]:

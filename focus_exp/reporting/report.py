@@ -114,9 +114,6 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# --- tables as text ---
-
-
 def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
     """Return the claims as text in eight narrow columns."""
     return pd.DataFrame(
@@ -232,9 +229,6 @@ def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
     shown["speedup, layer, 32k"] = [format_significant(row["speedup_layer"]) for row in rows]
     shown["speedup, prefill, 8k"] = [format_significant(row["speedup_prefill"]) for row in rows]
     return pd.DataFrame(shown)
-
-
-# --- checks ---
 
 
 def check_numbers(text: str, folder: Path) -> list[str]:

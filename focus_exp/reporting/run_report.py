@@ -201,9 +201,6 @@ def _milliseconds(seconds: Any) -> float | None:
     return None if pd.isna(seconds) else 1e3 * float(seconds)
 
 
-# --- continuations and the card of an adapter ---
-
-
 def render_continuations(rows: list[dict[str, Any]], title: str) -> str:
     """Return generated continuations as Markdown, by prompt."""
     parts, prompt = [f"# {title}"], None

@@ -62,9 +62,6 @@ def log_run(run: Any, results: Results, tables: Mapping[str, pd.DataFrame]) -> N
     run.summary.update(summary)
 
 
-# --- a workspace, for job=dashboard ---
-
-
 def build_workspace(entity: str, project: str) -> Any:
     """Return a saved view of all runs: curves, probes, tables and figures.
 
