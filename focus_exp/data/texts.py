@@ -114,7 +114,7 @@ def find_texts(pattern: str) -> list[TextFile]:
         raise UserError(f"data.files={pattern}: {reason}{hub}.")
     unique: dict[str, tuple[str, Path]] = {}  # core -> digest, path
     for path in paths:
-        if hashes := hash_content(path):
+        if hashes := hash_file(path):
             unique.setdefault(hashes[0], (hashes[1], path))
     if not unique:
         raise UserError(f"data.files={pattern}: no text in {paths[0]} or the other files. Give files with text.")
@@ -182,8 +182,25 @@ def hash_texts(texts: list[TextFile]) -> str:
     return sha256("".join(text.digest for text in texts).encode())[:12]
 
 
+def hash_file(path: Path) -> tuple[str, str] | None:
+    """Return core and digest of a file (see `Document`); None if it is blank.
+
+    A run asks for its texts several times, and a comparison for those of every variant.
+    """
+    if path == STDIN:
+        return hash_content(path)
+    state = path.stat()
+    return hash_state(path, state.st_size, state.st_mtime_ns)
+
+
+@cache
+def hash_state(path: Path, size: int, modified: int) -> tuple[str, str] | None:
+    """Hash a file once for each size and time of change."""
+    return hash_content(path)
+
+
 def hash_content(path: Path) -> tuple[str, str] | None:
-    """Return core and digest of a file (see `Document`); None if it is blank."""
+    """Return core and digest of what a file or standard input holds."""
     try:
         data = read_bytes(path)
     except OSError as error:
