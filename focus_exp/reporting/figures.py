@@ -67,14 +67,14 @@ def frontier(points: pd.DataFrame) -> Figure | None:
         f"Perplexity change against density of the causal QK pairs at {FRONTIER_LENGTH:,} tokens (95 % CI; lower left "
         "is better)", 4.8, ncols=len(panels), sharey=True, squeeze=False,
     )  # fmt: skip
-    several = known["data"].nunique() > 1
+    several, ends = known["data"].nunique() > 1, list[tuple[Axes, str, str, float, float]]()
     for ax, ((model, data), panel) in zip(axes.flat, panels, strict=True):
         for method, color in zip(FAMILIES, COLORS, strict=True):
             curve = panel[panel.method == method].sort_values("density")
             x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
             bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
-            label = method if len(curve) else None
-            ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8, label=label)
+            ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
+            ends += [(ax, method, color, x[-1], y[-1])] if len(curve) else []
         ax.axhline(0, color="black", linewidth=1)
         ax.set(title=f"{model}, {data}" if several else model, xlabel="density of the QK pairs [%]")
         ax.set(xlim=(0, 145), xticks=range(0, 101, 20))  # with room for the names
@@ -86,21 +86,18 @@ def frontier(points: pd.DataFrame) -> Figure | None:
     first.yaxis.set_minor_locator(NullLocator())
     figure.draw_without_rendering()  # the layout decides where the names go
     for ax in axes.flat:
-        name_curves(ax)
+        name_curves(ax, [curve for place, *curve in ends if place is ax])
     return figure
 
 
-def name_curves(ax: Axes) -> None:
-    """Write the name of each curve to the right of its end, a line apart from the next."""
-    handles, names = ax.get_legend_handles_labels()
-    lines = [handle.lines[0] for handle in handles]  # type: ignore[attr-defined]  # of error bars
-    ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines]
-    heights = [72 / ax.figure.dpi * ax.transData.transform(end)[1] for end in ends]
+def name_curves(ax: Axes, curves: list[Any]) -> None:
+    """Write the name of each curve to the right of its end (name, color, x, y), a line apart from the next."""
     lowest = -np.inf
-    for height, name, line, end in sorted(zip(heights, names, lines, ends, strict=True), key=lambda curve: curve[0]):
+    for name, color, x, y in sorted(curves, key=lambda curve: curve[3]):
+        height = 72 / ax.figure.dpi * ax.transData.transform((x, y))[1]
         lowest = max(height, lowest + 10)
         ax.annotate(
-            name, end, (7, lowest - height), textcoords="offset points", color=line.get_color(), fontsize=8, va="center"
+            name, (x, y), (7, lowest - height), textcoords="offset points", color=color, fontsize=8, va="center"
         )
 
 
