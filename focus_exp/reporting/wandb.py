@@ -10,10 +10,10 @@ import pandas as pd
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.run_report import RUN_TABLES
+from focus_exp.reporting.run_report import RUN_TABLES, label_metric
 
 CURVES = {"loss": "loss [nats per token]", "tokens_per_second": "tokens per second"}
-PROBES = {"dominance": "largest group", "dead_groups": "empty groups", "assignment_overlap": "assignment stability"}
+PROBES = ("dominance", "dead_groups", "assignment_overlap")
 FIGURES = ("frontier", "figure1", "speed")  # of job=dashboard
 RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
 SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
@@ -77,7 +77,7 @@ def build_workspace(entity: str, project: str) -> Any:
     sections: dict[str, list[Any]] = {
         "Training": [LinePlot(title=title, y=[f"train/{key}"]) for key, title in CURVES.items()],
         "Routing": [
-            LinePlot(title=title, y=[f"probe/{key}"], metric_regex=rf"probe/.*{key}$") for key, title in PROBES.items()
+            LinePlot(title=label_metric(key), y=[f"probe/{key}"], metric_regex=rf"probe/.*{key}$") for key in PROBES
         ],
         "Tables": [WeavePanelSummaryTable(table_name=name, layout=Layout(w=24, h=10)) for name in RUN_TABLES],
         "Figures": [MediaBrowser(media_keys=[f"figures/{name}"], num_columns=2) for name in FIGURES],
