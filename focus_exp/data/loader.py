@@ -58,7 +58,7 @@ def make_loader(
     Raises:
         UserError: there is less than one step, or it cannot be split evenly.
     """
-    length = len(dataset)  # type: ignore[arg-type]
+    length = len(dataset)  # type: ignore[arg-type]  # Dataset declares no length; those with an order have it
     if length < batch_size * accumulate:
         raise UserError(
             f"training needs {accumulate} x {batch_size} sequences a step (got {length}).\n"

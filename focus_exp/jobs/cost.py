@@ -104,7 +104,7 @@ class CostEstimator:
             self.add("scoring", attached * batches, one)
 
     def time_training(self) -> None:
-        """Add the steps of every phase; the warm start, probes and calibration of the balance take seconds."""
+        """Add the steps of every phase; the warm start, probes and calibration of the balance are left out (3 %)."""
         config, model = self.config, self.model
         if not any(phase.steps for _, phase in config.phases):
             return
