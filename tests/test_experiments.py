@@ -78,6 +78,15 @@ def test_experiment_and_variants_compose_with_budget_paper(name):
     assert all(variant.budget["name"] == "paper" and not variant.variants for variant in variants.values())
 
 
+def test_variant_that_includes_another_has_its_settings_before_those_typed():
+    settings = ["+experiment=frontier", "attention.fit_steps=7", "attention.window=64"]
+    config = make_config(*settings)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        own, shared = (compose_variant(config, name, settings) for name in ("dual_20_fast", "shared/two_encoders"))
+    assert own.attention == shared.attention
+    assert own.attention.fit_steps == config.budget["fast_fit_steps"] and own.attention.window == 64
+
+
 @pytest.mark.parametrize("budget", ["paper", "embedded"])
 @pytest.mark.parametrize("name", slow_if_large(ALIKE))
 def test_experiment_trained_variants_see_the_same_tokens(name, budget):

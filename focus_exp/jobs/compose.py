@@ -143,7 +143,10 @@ def read_settings(path: str) -> dict[str, Any]:
     assert isinstance(values, dict)
     settings: dict[str, Any] = {}
     for entry in values.pop("defaults", []):
-        settings |= {key.removeprefix("override /"): value for key, value in entry.items()}
+        if isinstance(entry, dict):
+            settings |= {key.removeprefix("override /"): value for key, value in entry.items()}
+        elif entry.startswith(f"/{GROUP}/"):  # another variant that it includes, not _self_
+            settings |= read_settings(entry.removeprefix(f"/{GROUP}/"))
     return settings | {".".join(map(str, key)): value for key, value in flatten(values).items() if key != (GROUP,)}
 
 
