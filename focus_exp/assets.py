@@ -37,6 +37,11 @@ class Provenance:
     licence: str | None = None
     substitution: str | None = None
 
+    @property
+    def name(self) -> str:
+        """Return what was used, without what `used` adds in brackets."""
+        return self.used.split(" (")[0]
+
 
 @dataclass(frozen=True)
 class Package:

@@ -72,8 +72,7 @@ class Run:
             facts: recorded.
         """
         check_fingerprint(part, getattr(self.record, part), provenance.fingerprint, self.folder)
-        name = provenance.used.split(" (")[0]
-        setattr(self.record, part, {"name": name, **asdict(provenance), **facts})
+        setattr(self.record, part, {"name": provenance.name, **asdict(provenance), **facts})
         print(f"{part}: {provenance.used} ({detail}; {provenance.source})")
         if provenance.substitution:
             print(f"  SUBSTITUTE: {provenance.substitution}")

@@ -148,7 +148,7 @@ def draw_weights(
         )
     if tokenizer.eos_token_id != config.eos_token_id:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    shape = cfg.name if cfg.architecture or source is None else source.provenance.used
+    shape = cfg.name if cfg.architecture or source is None else source.provenance.name
     used = f"random weights of {shape} (seed {seed}), vocabulary of {len(tokenizer)}"
     provenance = Provenance(cfg.hub_id or cfg.path or cfg.name, used, "random", substitution=substitution)
     return random_model(config, seed, dtype), provenance
@@ -213,8 +213,9 @@ def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path)
     """Find `hub_id`: owner/name, or owner/name:file of a GGUF repository."""
     if uses_embedded(assets, "models", hub_id, is_shipped("model", hub_id)):
         substitution = explain_substitution(assets, gguf.EMBEDDED_NAME, hub_id)
+        used = f"{gguf.EMBEDDED_NAME} (4-bit weights)"
         provenance = Provenance(
-            hub_id, gguf.EMBEDDED_NAME, "embedded", gguf.EMBEDDED_REVISION, "", gguf.EMBEDDED_LICENCE, substitution
+            hub_id, used, "embedded", gguf.EMBEDDED_REVISION, "", gguf.EMBEDDED_LICENCE, substitution
         )
         return Source(str(gguf.embedded_folder(cache)), {}, provenance)
     repo_id, _, variant = hub_id.partition(":")
