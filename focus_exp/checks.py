@@ -142,6 +142,11 @@ def check_places(config: Config) -> Iterator[str]:
         yield f"data.files must be empty with data={data.name} (got {data.files}). Type data=files."
     if data.source == "files" and not data.files:
         yield "data.files must be set with data=files. Type data.files=<folder or glob of text files>."
+    if data.parts and data.source != "mixture":
+        yield f"data.parts must be empty with data={data.name} (got {data.parts}). Type data=mixture."
+    data_sets = {name for name, values in shipped("data").items() if "???" not in values.values()} - {"mixture"}
+    if data.source == "mixture" and not (data.parts and set(data.parts) <= data_sets):
+        yield f"data.parts must be of {', '.join(sorted(data_sets))} (got {data.parts}). Type data.parts=[books,code]."
     if data.source == "hub" and not data.hub_id:
         yield f"data.hub_id must be set with data={data.name}. Type data.hub_id=<owner/name>."
     weights = model.path or model.hub_id

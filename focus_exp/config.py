@@ -171,13 +171,14 @@ class RecipeConfig:
 @dataclass
 class DataConfig:
     name: str = MISSING
-    source: str = option(MISSING, choices=("hub", "files", "books", "addresses"))
+    source: str = option(MISSING, choices=("hub", "files", "books", "addresses", "mixture"))
     hub_id: str | None = None
     subset: str | None = None
     split: str | None = None
     revision: str | None = None
     text_column: str = "text"
     files: str | None = option(None)
+    parts: list[str] = option([])
     seq_len: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, least=1)
     max_test_tokens: int | None = option(None, least=1)

@@ -278,6 +278,34 @@ def test_load_corpus_unreachable_hub_uses_books_for_shipped_data(tmp_path, monke
     assert load(DataConfig(name="books", source="books"), tmp_path).provenance.substitution is None
 
 
+@given(st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=3))
+def test_take_turns_yields_every_document_in_order_and_equal_parts(lengths):
+    documents = {str(part): [(str(i), "x" * n) for i, n in enumerate(sizes)] for part, sizes in enumerate(lengths)}
+    mixed = list(corpus.take_turns({part: iter(listed) for part, listed in documents.items()}))
+    for part, listed in documents.items():
+        assert [(f"{part}/{name}", text) for name, text in listed] == [x for x in mixed if x[0].startswith(f"{part}/")]
+    taken, left = dict.fromkeys(documents, 0), {part: len(listed) for part, listed in documents.items()}
+    for name, text in mixed:
+        part = name.split("/")[0]
+        taken[part] += len(text)
+        left[part] -= 1
+        if not all(left.values()):
+            break  # a part is used up
+        assert max(taken.values()) - min(taken.values()) <= 50
+
+
+@pytest.mark.real
+def test_load_corpus_mixture_holds_its_parts_and_their_splits(tmp_path):
+    cfg = DataConfig(name="mixture", source="mixture", parts=["books", "code"], max_train_tokens=500_000)
+    mixed = load(cfg, tmp_path)
+    assert mixed.provenance.used.startswith("mixture of corpus of Shakespeare and Milton, package:transformers/")
+    test = [name for name in mixed.test.documents if name.startswith("books/")]
+    assert test == [f"books/{name}" for name, _ in EMBEDDED["books"].read(assets.cache_root(), "test")]
+    sizes = np.diff(mixed.train.starts)
+    of_books = sum(size for size, name in zip(sizes, mixed.train.documents, strict=True) if name.startswith("books/"))
+    assert 0.3 < of_books / 500_000 < 0.7
+
+
 def test_clean_removes_what_printers_added():
     printed = "\r\n............Of Cerberus\r\nthence        10\r\n@@@@\r\nin 1645 it was  \r\n"
     assert clean(printed) == "Of Cerberus\nthence\n\nin 1645 it was\n"

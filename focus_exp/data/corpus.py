@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from huggingface_hub import dataset_info
 from transformers import PreTrainedTokenizerBase
 
 from focus_exp.assets import Provenance, build_once, explain_substitution, hub_reachable, uses_embedded
-from focus_exp.config import DataConfig, is_shipped
+from focus_exp.config import DataConfig, is_shipped, shipped
 from focus_exp.data import texts
 from focus_exp.data.books import EMBEDDED
 from focus_exp.data.packing import TOKEN_FORMAT, Document, TokenStream, hash_tokenizer, read_stream, write_stream
@@ -89,6 +89,8 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
 def requested_name(cfg: DataConfig) -> str:
     if cfg.source == "hub":
         return f"{cfg.hub_id}/{cfg.subset}" if cfg.subset else str(cfg.hub_id)
+    if cfg.source == "mixture":
+        return " + ".join(cfg.parts)
     return EMBEDDED[cfg.source].name if cfg.source in EMBEDDED else str(cfg.files)
 
 
@@ -98,6 +100,10 @@ def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
         return find_files(cfg)
     if cfg.source in EMBEDDED:
         return find_embedded(cfg.source, cache)
+    if cfg.source == "mixture":
+        keys = {item.name for item in fields(DataConfig)}
+        values = {part: {k: v for k, v in shipped("data")[part].items() if k in keys} for part in cfg.parts}
+        return mix({part: find_source(DataConfig(**values[part]), policy, cache) for part in cfg.parts})
     assert cfg.hub_id
     if uses_embedded(policy, "datasets", cfg.hub_id, is_shipped("data", cfg.hub_id)):
         return find_embedded("books", cache)
@@ -122,6 +128,36 @@ def find_files(cfg: DataConfig) -> Source:
     used = f"{cfg.files} ({len(files)} text file{'s' * (len(files) > 1)}, {rule})"
     provenance = Provenance(str(cfg.files), used, "local", revision=texts.hash_texts(files))
     return Source(identity, lambda: (provenance, lambda split: texts.read_split(files, split, cfg.text_column)))
+
+
+def mix(sources: dict[str, Source]) -> Source:
+    """Mix documents: the next one is of the source with the fewest characters so far."""
+
+    def open_sources() -> tuple[Provenance, Reader]:
+        opened = {name: source.open() for name, source in sources.items()}
+        origins = [origin for origin, _ in opened.values()]
+        places = {origin.source for origin in origins}
+        provenance = Provenance(
+            "mixture", f"mixture of {', '.join(origin.name for origin in origins)}",
+            places.pop() if len(places) == 1 else "local",
+        )  # fmt: skip
+        return provenance, lambda split: take_turns({name: iter(read(split)) for name, (_, read) in opened.items()})
+
+    return Source({"mixture": [source.identity for source in sources.values()]}, open_sources)
+
+
+def take_turns(documents: dict[str, Iterator[Document]]) -> Iterator[Document]:
+    """Yield documents, named after their source, with as many characters of each source; then those left over."""
+    taken = dict.fromkeys(documents, 0)
+    while taken:
+        source = min(taken, key=lambda name: taken[name])
+        document = next(documents[source], None)
+        if document is None:
+            del taken[source]
+            continue
+        name, text = document
+        taken[source] += len(text)
+        yield f"{source}/{name}", text
 
 
 def open_dataset(cfg: DataConfig, requested: str) -> tuple[Provenance, Reader]:

@@ -15,7 +15,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("experiment", "seed", "assets", "arms", "against", "variants", "references", "bench"), ()),
     "model": ("name", "hub_id", "revision", "path", "base_run"),
     "data": (
-        *("name", "source", "hub_id", "subset", "revision", "text_column", "files"),
+        *("name", "source", "hub_id", "subset", "revision", "text_column", "files", "parts"),
         *("max_train_tokens", "max_test_tokens"),
     ),
     "attention": ("name", "backend"),
