@@ -368,18 +368,20 @@ class PerplexityEvaluator:
 
     def measure_adapters(self) -> None:
         """Score adapters of other runs in place of what is attached."""
+        methods = [*(other.name for other in self.variants), *(read_description(f)["method"] for f in self.adapters)]
         for folder in self.adapters:
             description = read_description(folder)
-            method, taken = description["method"], {other.name for other in self.variants}
-            name = f"{method}, {adapter_name(folder)}" if method in taken else method
-            variant = Variant(name=name, kind="control", method=method, tokens=description.get("tokens"),
-                              fit_seconds=description.get("fit_seconds"))  # fmt: skip
+            method, name = description["method"], adapter_name(folder)
+            variant = Variant(
+                name=method if methods.count(method) == 1 else f"{method}, {name}", kind="control", method=method,
+                tokens=description.get("tokens"), fit_seconds=description.get("fit_seconds"),
+            )  # fmt: skip
             try:
-                methods = build_adapter_methods(self.model, folder, check_base=self.config.check_base)
+                attached = build_adapter_methods(self.model, folder, check_base=self.config.check_base)
             except UserError as error:  # its base was trained meanwhile
                 self.variants.append(replace(variant, error=first_line(error)))
                 continue
-            with swap_methods(self.model, methods):
+            with swap_methods(self.model, attached):
                 set_routing(self.model, hard=True)
                 self.add(replace(variant, causal=is_causal(self.model)))
 

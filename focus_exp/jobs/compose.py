@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 BASE = "base"  # row of the unmodified model in a comparison's tables
 GROUP = "variant"
+OF_A_TEXT = [
+    f"data.{key}" for key in ("source", "hub_id", "subset", "split", "revision", "text_column", "files", "parts")
+]
 TRAINING = {item.name for schema in (RouterTraining, FitOptions) for item in fields(schema)}  # unused with an adapter
 
 
@@ -89,7 +92,7 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
     settings = {key for path in paths for key in read_settings(path)}
     kept = []
     for override in parse_overrides(overrides):
-        if override.key_or_group in settings:
+        if override.key_or_group in settings or ("data" in settings and override.key_or_group in OF_A_TEXT):
             log.warning("%s is not applied to variant %s, which sets it", override.input_line, name)
         elif override.key_or_group != GROUP:
             kept.append(str(override.input_line))

@@ -47,13 +47,13 @@ class CostEstimator:
     Args:
         sequences: of training.
         evaluator: of the run.
-        variants: options of eval.fit_variants that are still to be fitted.
+        variants: options and text of eval.fit_variants that are still to be fitted.
     """
 
     config: Config
     evaluator: PerplexityEvaluator
     sequences: SequenceDataset
-    variants: list[AttentionConfig]
+    variants: list[tuple[AttentionConfig, SequenceDataset]]
 
     def __post_init__(self) -> None:
         self.model, self.precision = self.evaluator.model, self.evaluator.precision
@@ -67,9 +67,10 @@ class CostEstimator:
         with torch.random.fork_rng(devices=[]), copies:
             self.time_training()
             self.time_scoring()
-            for options in [*([self.config.attention] if self.config.fitting else []), *self.variants]:
+            own = [(self.config.attention, self.sequences)] if self.config.fitting else []
+            for options, sequences in [*own, *self.variants]:
                 with swap_attachment(self.model, options.method, get_method_options(options)):
-                    self.time_fit(options)
+                    self.time_fit(options, sequences)
         minutes = {stage: seconds / 60 for stage, seconds in self.seconds.items()}
         parts = ", ".join(f"{stage} {value:.1f}" for stage, value in minutes.items() if value)
         gigabytes = max([peak_memory(), *self.memory]) / 1e9
@@ -127,11 +128,11 @@ class CostEstimator:
         self.memory.append(peak_memory() + 8 * trained)  # AdamW
         model.requires_grad_(False).eval()
 
-    def time_fit(self, options: AttentionConfig) -> None:
+    def time_fit(self, options: AttentionConfig, sequences: SequenceDataset) -> None:
         """Add what is left of the importance pass over the calibration sequences and of the fit of every layer."""
         assert isinstance(options, FitOptions)
         seed, cache = self.config.seed, cache_root(self.config.cache_dir)
-        sample = self.sequences.sample(options.calibration_sequences, seed + 1)
+        sample = sequences.sample(options.calibration_sequences, seed + 1)
         passes, remaining = count_remaining(self.model, sample, options, self.precision, cache, seed)
         if not passes and not remaining:
             return

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FitOptions, FocusOptions
-from focus_exp.config import AttentionConfig, Config, RecipeConfig, TuneConfig, get_method_options
-from focus_exp.data import SequenceDataset
+from focus_exp.config import Config, RecipeConfig, TuneConfig, get_method_options
+from focus_exp.data import SequenceDataset, load_corpus
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import SOFT
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
@@ -86,8 +86,10 @@ def train(config: Config) -> None:
         if has_lora:
             run_on_rank_zero(model, setup.measure_base)
         attach_method(model, tuned)
+        texts = {name: variant_text(variant, tuned, setup, sequences) for name, variant in fitted.items()}
         if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
-            print(CostEstimator(tuned, setup.perplexity, sequences, [*fitted.values()]).estimate())
+            fits = [(variant.attention, texts[name]) for name, variant in fitted.items()]
+            print(CostEstimator(tuned, setup.perplexity, sequences, fits).estimate())
         if not has_lora:
             run_on_rank_zero(model, setup.measure_base)
         with run.count_training_time():
@@ -109,7 +111,7 @@ def train(config: Config) -> None:
             run.write_report()
 
         def fit_variants_last() -> None:
-            others.extend(fit_variants(run, model, sequences, fitted, setup.perplexity))
+            others.extend(fit_variants(run, model, texts, fitted, setup.perplexity))
 
         run_on_rank_zero(model, lambda: setup.measure_attached(fit_variants_last, print_round))
         write()
@@ -263,8 +265,8 @@ def fit_to_base(
     return sample, *fit_attached(model, sample, options, precision, cache, seed)
 
 
-def compose_fit_variants(config: Config) -> dict[str, AttentionConfig]:
-    """Return attention.* of the variants of eval.fit_variants by name; UserError if one is not fitted."""
+def compose_fit_variants(config: Config) -> dict[str, Config]:
+    """Compose the variants of eval.fit_variants by name; UserError if one is not fitted."""
     variants = {}
     for path in config.eval.fit_variants:
         variant = compose_variant(config, path, command_overrides())
@@ -273,25 +275,34 @@ def compose_fit_variants(config: Config) -> dict[str, AttentionConfig]:
                 "eval.fit_variants must be variants of a fitted method, such as focus_dual, next to another attention "
                 f"method (got {path} and attention={config.attention.name})."
             )
-        variants[variant_name(path)] = variant.attention
+        variants[variant_name(path)] = variant
     return variants
+
+
+def variant_text(variant: Config, config: Config, setup: Setup, sequences: SequenceDataset) -> SequenceDataset:
+    """Return the sequences that a variant is fitted to: of its own text, where it sets data.*."""
+    if variant.data == config.data:
+        return sequences
+    corpus = load_corpus(variant.data, setup.tokenizer, assets=config.assets, cache=cache_root(config.cache_dir))
+    return training_sequences(variant, replace(setup, corpus=corpus))
 
 
 def fit_variants(
     run: Run,
     model: PreTrainedModel,
-    sequences: SequenceDataset,
-    variants: dict[str, AttentionConfig],
+    texts: dict[str, SequenceDataset],
+    variants: dict[str, Config],
     evaluator: PerplexityEvaluator,
 ) -> list[Measurement]:
     """Fit variants to the frozen base, save their adapters, and let `evaluator` score them; returns measurements."""
     rows = []
-    for name, options in variants.items():
+    for name, variant in variants.items():
+        options = variant.attention
         assert isinstance(options, FitOptions)
         folder = run.folder / f"adapter-{name}"
         pl.seed_everything(run.config.seed, verbose=False)
         with swap_attachment(model, options.method, get_method_options(options)):
-            sample, measurements, seconds = fit_to_base(run, model, sequences, options)
+            sample, measurements, seconds = fit_to_base(run, model, texts[name], options)
             extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
             extra |= {"tokens": sum(map(len, sample)), "seed": run.config.seed, "fit_seconds": seconds}
             save_adapter(model, folder, extra)

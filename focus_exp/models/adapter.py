@@ -123,9 +123,9 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 
 
 def adapter_name(folder: str | Path) -> str:
-    """Return the name of the run that an adapter comes from."""
+    """Return the name of the run, or of its variant, that an adapter comes from."""
     path = Path(folder)
-    return path.parent.name if path.name == "adapter" else path.name
+    return path.parent.name if path.name == "adapter" else path.name.removeprefix("adapter-")
 
 
 def load_adapter(
