@@ -111,6 +111,7 @@ def command(folder, name, model="tiny_llama"):
     """The experiment in small; benchmarks have tests of their own."""
     plain = compose_config(f"+experiment={name}")
     variants = tiny_variants(folder, plain) if plain.variants else []
+    variants += ["eval.fit_variants=[shared/two_encoders]"] if plain.eval.fit_variants else []
     small = [
         *tiny(folder),
         f"model={model}",

@@ -367,12 +367,13 @@ def test_adapters_of_other_runs_are_rows_of_the_same_table(tmp_path):
     succeed(*fitting(*tiny(tmp_path, "other"), *DUAL))
     other = record_of(tmp_path / "other")
     (adapter,) = (tmp_path / "other").rglob("adapter")
-    adapters = f"eval.adapters=['{adapter}','{adapter}']"
+    second = shutil.copytree(adapter, tmp_path / "second")
+    adapters = f"eval.adapters=['{adapter}','{second}']"
     retrofit = [*tiny(tmp_path), router_steps(2), "eval.top_k=[1]", adapters]
     succeed(*retrofit)
     rows, expected = ({row.name: row for row in scored(r.measurements)} for r in (record_of(tmp_path / "runs"), other))
     dual = expected["focus_dual"]
-    for name in ("focus_dual", f"focus_dual, {adapter.parent.name}"):
+    for name in (f"focus_dual, {adapter.parent.name}", "focus_dual, second"):
         assert (rows[name].kind, rows[name].nll, rows[name].sparsity) == ("control", dual.nll, dual.sparsity)
         assert rows[name].changes[HARD].value
     assert rows[BASE].nll == expected[BASE].nll

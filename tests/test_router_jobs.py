@@ -65,6 +65,34 @@ def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
     assert record_of(tmp_path / "again").find("nll", "focus_dual") == record.find("nll", "focus_dual")
 
 
+def test_train_fit_variants_are_fitted_to_texts_of_their_own(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(5):
+        (other / f"{number}.txt").write_text(f"{number} 1 2 4 8 16 32 64 " * 60)
+    overlays = tmp_path / "conf" / "variant" / "fits"
+    overlays.mkdir(parents=True)
+    for name, text in {"here": "", "elsewhere": f"data: {{files: '{other}', max_train_tokens: 2000}}\n"}.items():
+        included = "# @package _global_\ndefaults: [/variant/shared/two_encoders, _self_]\n"
+        (overlays / f"{name}.yaml").write_text(f"{included}variant: {name}\n{text}")
+
+    def fit(runs, variants, *options):
+        command = [*tiny(tmp_path, runs), router_steps(1), "budget=quick", "eval.top_k=[1]", *options]
+        result = run(*command, "--config-dir", str(tmp_path / "conf"), f"eval.fit_variants=[{variants}]")
+        assert result.code == 0, result.err
+        folder = only_run(tmp_path / runs)
+        return record_of(tmp_path / runs), {
+            path.parent.name: path.read_bytes() for path in folder.rglob("*.safetensors")
+        }
+
+    both, adapters = fit("runs", "fits/here,fits/elsewhere")
+    assert both.find("nll", "focus_dual, here") != both.find("nll", "focus_dual, elsewhere")
+    for name, options in {"here": [], "elsewhere": [f"data.files={other}", "data.max_train_tokens=2000"]}.items():
+        alone, fitted = fit(name, "fits/here", *options)
+        assert alone.find("nll", "focus_dual") is not None
+        assert fitted["adapter-here"] == adapters[f"adapter-{name}"]
+
+
 def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_path, monkeypatch):
     def command(runs):
         options = ["eval.fit_variants=[shared/two_encoders]", "budget=quick", f"cache_dir={tmp_path / runs}-cache"]
