@@ -24,7 +24,7 @@ from focus_exp.errors import UserError
 Item = dict[str, Any]
 T = TypeVar("T")
 
-ITEMS = 100
+ITEMS = 400  # that decide a difference of 5 points where one item in four changes
 SEED = 0
 WINDOWS = 3  # words of a passage per word of distance: four windows of tokens, at 4/3 tokens a word
 ROOM = 64  # words of a passage beyond the distance, for what is asked

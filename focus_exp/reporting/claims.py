@@ -16,7 +16,7 @@ REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = "reproduced", "same direction", "no
 INCONCLUSIVE, DIFFERENT_ROUTER, MASK_INACTIVE = "inconclusive", "different router", "mask inactive"
 OUT_OF_SCOPE, NOT_RUN = "out of scope", "not run"
 VERDICTS: dict[str, str] = read_yaml("tables")["verdicts"]  # in the order of the legend
-INTEGERS = ["seeds", "n_units", "tokens", "steps", "required_units", "required_seeds"]
+INTEGERS = ["seeds", "models", "n_units", "tokens", "steps", "required_units", "required_seeds"]
 SHOWN, REFUTED, OPEN = 1, -1, 0
 TOLERANCE = 0.05  # of a lower limit: relative for a ratio, absolute for a fraction
 
@@ -69,6 +69,7 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
 
     Columns:
         value, low, high: what decides, as a difference in nats per token, a ratio or a fraction (`unit`);
+        models: how many the verdict rests on;
         effect, required_units, required_seeds: where the verdict is inconclusive;
         minutes: wall time of the runs behind it; runs: their folders.
     `attrs["rows"]`: the measurement that decides each claim, by its id.
@@ -99,6 +100,7 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
         "verdict": judgement.verdict,
         "sparsity": row.sparsity if row.density is None else 1 - row.density,
         "seeds": len(row.seeds or ()) or None,
+        "models": len({compared.model for compared in judgement.rows}) or None,
         **{
             name: getattr(row, name)
             for name in ("experiment", "variant", "reference", "causal", "n_units", "tokens", "steps")

@@ -90,7 +90,7 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
         "## Verdicts",
         to_markdown(verdict_table(claims)).strip(),
         " ".join(legend),
-        "Ours: 95 % CI over documents and seeds. Sparsity: pruned causal QK pairs. Numbers, required sample sizes and "
+        "Ours: 95 % CI over documents and seeds. Models: on how many a verdict rests. Sparsity: pruned causal QK pairs. Numbers, required sample sizes and "
         "all runs: [claims.csv](claims.csv).",
         "## The paper's tables",
         "Paper and ours next to each other. Several seeds: mean. ΔPPL: paired with the base model, 95 % CI in the CSV "
@@ -115,7 +115,7 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
 
 
 def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
-    """Return the claims as text in eight narrow columns."""
+    """Return the claims as text in nine narrow columns."""
     return pd.DataFrame(
         {
             "id": claims.id,
@@ -124,6 +124,7 @@ def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
             "ours (95 % CI)": [claim_value(row) for row in claims.to_dict("records")],
             "sparsity [%]": [format_number(percent(x), 1) for x in claims.sparsity],
             "seeds": [format_number(x, 0) for x in claims.seeds],
+            "models": [format_number(x, 0) for x in claims.models],
             "verdict": claims.verdict,
             "run": [f"{_text(row.experiment)} {_text(row.variant)}".strip() for row in claims.itertuples()],
         }
