@@ -90,8 +90,8 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
         "## Verdicts",
         to_markdown(verdict_table(claims)).strip(),
         " ".join(legend),
-        "Ours: 95 % CI over documents and seeds. Models: on how many a verdict rests. Sparsity: pruned causal QK pairs. Numbers, required sample sizes and "
-        "all runs: [claims.csv](claims.csv).",
+        "Ours: 95 % CI over documents and seeds. Models: on how many a verdict rests. Sparsity: causal pairs pruned. "
+        "Numbers, required sample sizes and all runs: [claims.csv](claims.csv).",
         "## The paper's tables",
         "Paper and ours next to each other. Several seeds: mean. ΔPPL: paired with the base model, 95 % CI in the CSV "
         "files for one seed. † mask inactive (under 5 % of the pairs pruned). ‡ non-causal router.",
