@@ -30,6 +30,13 @@ def continuations(folder):
     return rows
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [([1, 2, 3], None), ([1, 2, 3, 4, 5], 0.0), ([7] * 8, 0.8), ([1, 2, 3, 4] * 2, 0.2)]
+)
+def test_repetition_counts_runs_of_four_that_came_before(tokens, expected):
+    assert generation.repetition(tokens) == (expected if expected is None else pytest.approx(expected))
+
+
 def test_continuations_of_every_attention_follow_their_prompt(tmp_path, monkeypatch):
     real, losses = Generation.base_nll, []
 
@@ -53,6 +60,7 @@ def test_continuations_of_every_attention_follow_their_prompt(tmp_path, monkeypa
     for prompt in (0, 1):
         full, everything = by_name[prompt, "base"], by_name[prompt, names[-1]]
         assert full.keys_read == 20 + 12 - 1
+        assert 0 <= full.repetition < 1
         # two of two groups are full attention
         assert everything.text == full.text and everything.agreeing == 12
         assert everything.base_nll == pytest.approx(full.base_nll, abs=1e-5)

@@ -35,6 +35,7 @@ class Continuation:
 
     Args:
         base_nll: nats per token under the base model with full attention, given the prompt.
+        repetition: fraction of its runs of four tokens that repeat an earlier one (seq-rep-4, Welleck et al. 2020).
         agreeing: tokens from the start that are those of full attention.
         keys_read: by a layer in the last step.
         cache_bytes: of keys and values at the end, in all layers.
@@ -49,6 +50,7 @@ class Continuation:
     kind: Literal["text", "base", "hard"]
     top_k: int | None = None
     base_nll: float | None = None
+    repetition: float | None = None
     agreeing: int | None = None
     seconds: float | None = None
     keys_read: float | None = None
@@ -60,6 +62,7 @@ class Continuation:
         for metric, value, unit in (
             ("generated_tokens", self.tokens, "tokens"),
             ("continuation_nll", self.base_nll, "nats"),
+            ("repetition", self.repetition, "fraction"),
             ("agreeing_tokens", self.agreeing, "tokens"),
             ("generation_seconds", self.seconds, "s"),
             ("keys_read", self.keys_read, "tokens"),
@@ -145,7 +148,7 @@ class Generation:
         return Continuation(
             variant=name, kind=kind, prompt=number, prompt_text=str(self.tokenizer.decode(prompt.tolist())),
             text=str(self.tokenizer.decode(new)), prompt_tokens=len(prompt), tokens=len(new),
-            base_nll=self.base_nll(prompt, torch.tensor(new)) if new else None,
+            base_nll=self.base_nll(prompt, torch.tensor(new)) if new else None, repetition=repetition(new),
         )  # fmt: skip
 
     @torch.no_grad()
@@ -155,6 +158,12 @@ class Generation:
         with disable_method(self.model), self.precision.context():
             logits = self.model(input_ids=tokens, use_cache=False, logits_to_keep=len(new) + 1).logits[0, :-1]
         return float(F.cross_entropy(logits.float(), tokens[0, -len(new) :]))
+
+
+def repetition(tokens: list[int], size: int = 4) -> float | None:
+    """Return the fraction of runs of `size` tokens that repeat an earlier one; None of fewer tokens."""
+    runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else None
 
 
 def measure_cache(cache: Any) -> tuple[float | None, int | None]:

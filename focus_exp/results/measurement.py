@@ -36,7 +36,8 @@ Metrics
                groups_per_query [head]; settings: layer
     analysis   group_fraction, group_purity, word_class_fraction,
                purity, ami, router_agreement, passage_distant_density, pair_affinity, class_nll, class_nll_change
-    generation continuation_nll, agreeing_tokens, generated_tokens, generation_seconds, keys_read, cache_bytes
+    generation continuation_nll, repetition (of runs of four tokens), agreeing_tokens, generated_tokens,
+               generation_seconds, keys_read, cache_bytes
 """
 
 from __future__ import annotations
