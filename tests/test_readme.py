@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from running import run
+from running import record_of, run, tiny, without_attention
 from transformers import AutoModelForCausalLM
 
 from focus_exp.checks import parse
@@ -55,6 +55,20 @@ def test_page_command_composes(command, tmp_path):
     overrides = [argument.partition(",")[0] if sweep else argument for argument in arguments if argument != "-m"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):
         assert parse(compose("config", list(map(quote_override, overrides)))).experiment
+
+
+def test_adding_a_method_example_is_measured(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "adding_a_method.md").read_text(encoding="utf-8")
+    (code,), (options,) = blocks(page, "python"), blocks(page, "yaml")
+    (tmp_path / "my_methods.py").write_text(code)
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "attention" / "parity.yaml").write_text(options)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = [*without_attention(tiny(tmp_path)), "+experiment=retrofit_124m", "eval.fit_variants=[]"]
+    result = run(*settings, "--config-dir", str(tmp_path), "attention=parity", "attention.window=8", "recipe=none")
+    assert result.code == 0, result.err
+    density = record_of(tmp_path).find("distant_density", "parity")
+    assert density == pytest.approx(1 / 4, abs=0.05)
 
 
 def test_readme_python_runs(tiny_model, tmp_path, monkeypatch):
