@@ -66,7 +66,7 @@ test-all: $(TESTED) ## the same with those that take long
 architectures: $(STAMP)-dev ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
 	$(VENV)/bin/python tests/architectures.py $(ARGS)
 
-faults: $(TESTED) ## kill, fill and damage tiny runs in 50 ways; each resumes to the same record
+faults: $(TESTED) ## kill, fill and damage tiny runs in 37 ways; each resumes to the same record
 	$(RUN) pytest -n $(JOBS) tests/test_faults.py $(ARGS)
 
 smoke: $(TESTED) ## every experiment file on a tiny random model

@@ -17,8 +17,9 @@ from focus_exp.models.methods import is_causal, set_routing
 
 
 def evaluate(config: Config) -> None:
-    """Measure a trained adapter, on any data, against its base and the controls.
+    """Measure a trained adapter, on any data, against its base.
 
+    Adapters of attention=focus are measured next to their controls.
     The base is that of the adapter's run, or else of the Hub, unless an experiment or model= chooses one.
     `eval=downstream` runs lm-eval tasks and states the fraction of pairs pruned on each request; `eval=long_range`
     runs tasks whose answers lie beyond the window. Both need make install-evaluation.

@@ -59,14 +59,16 @@ def train(config: Config) -> None:
     """Measure the base, attach, train, switch to hard routing, measure again.
 
     A run is written to runs/<experiment>/<model>-<data>-<device>/<method or variant>-seed<n>-<config hash>:
-    config.yaml, metrics.jsonl, probe.jsonl (router load on held-out tokens during training), adapter/, record.json,
-    measurements.csv, losses.csv, table.md, figures/ and an offline W&B run. Re-run the same command to resume, to
-    the same numbers; overwrite=true repeats a finished run. Perplexity is measured on 4, 8, 16, ... and all sequences;
-    the table is printed and written each time.
+    config.yaml, metrics.jsonl, probe.jsonl (router load on held-out tokens during training), adapter/, one
+    adapter-<variant>/ for each of eval.fit_variants, model/ where all weights are trained, record.json,
+    measurements.csv, losses.csv, table.md, figures/ and a W&B run (online with a key; logger.wandb=disabled writes
+    none). Re-run the same command to resume, to the same numbers; overwrite=true repeats a finished run. With a frozen
+    base perplexity is measured on 4, 8, 16, ... and all sequences; the table is printed and written each time, the last
+    time with the variants of eval.fit_variants.
 
     assets=auto|hub|embedded chooses where weights and data may come from. A substitute is named in the first lines,
-    in the path and in every table. Below the break-even length of the device, hard routing uses masked attention,
-    which gives the same result without a speedup.
+    in the path and in every table. Shorter than 256 tokens on a CPU and 2,048 on a GPU, masked attention gives the
+    same result without a speedup.
     """
     if print_finished(config):
         return

@@ -264,6 +264,8 @@ def check_strategy(config: Config, device: torch.device) -> None:
          "of the batch. Use trainer.devices=1."),
         (fitted and sharded, "attention.calibration_sequences must be 0 with trainer.strategy=fsdp: "
          f"{config.attention.name} is fitted to a whole model. Use trainer.strategy=ddp, or a fitted adapter."),
+        (bool(config.eval.fit_variants) and sharded, "eval.fit_variants must be empty with trainer.strategy=fsdp (got "
+         f"{config.eval.fit_variants}): they are fitted to a whole model. Use trainer.strategy=ddp."),
     ]  # fmt: skip
     if config.model.quantization != "none":
         key = f"model.quantization={config.model.quantization}"
