@@ -93,7 +93,9 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
     kept = []
     for override in parse_overrides(overrides):
         if override.key_or_group in settings or ("data" in settings and override.key_or_group in OF_A_TEXT):
-            log.warning("%s is not applied to variant %s, which sets it", override.input_line, name)
+            # data.* of the command is what a fitted variant is measured on
+            if name not in config.eval.fit_variants or override.key_or_group.partition(".")[0] != "data":
+                log.warning("%s is not applied to variant %s, which sets it", override.input_line, name)
         elif override.key_or_group != GROUP:
             kept.append(str(override.input_line))
     overlays = [f"+{GROUP}=[{','.join(paths)}]"] if paths else []
