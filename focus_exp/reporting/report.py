@@ -99,8 +99,8 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     for name, table in content.items():
         if "spec" in table.attrs and table.attrs["spec"].shown:
             parts += render_section(name, table)
-    parts += ["### Figure 1: Perplexity and speed", "![Perplexity change and speedup](figures/figure1.svg)"]
-    parts += ["![Speedup by length](figures/speed.svg)"]
+    figures = ("![Perplexity change and speedup](figures/figure1.svg)", "![Speedup by length](figures/speed.svg)")
+    parts += ["### Figure 1: Perplexity and speed", " ".join(figures)]
     if "methods" in content:
         parts += ["## This project's methods", to_markdown(methods_table(content["methods"])).strip()]
     parts += [
