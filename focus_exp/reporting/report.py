@@ -32,7 +32,7 @@ from focus_exp.storage import replace_file
 
 REPORT = "report"
 CONCLUSIONS = "conclusions.md"  # written by hand, next to the records that it is about
-MARKER = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?)[ \u202f]?([%xkM]?)<!--num:(\w+)/([^/>]+)/(\w+)-->")
+MARKER = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?)[ \u202f]?([%xkM]?)<!--num:(\w+)/([^>]+)/(\w+)-->")
 TOLERANCE = 1e-9
 
 
