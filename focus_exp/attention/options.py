@@ -158,6 +158,7 @@ class EncoderTraining(FitOptions):
 
     density: float | None = option(None, least=0, most=1)
     fit_to: str = option("loss", choices=("loss", "attention"))
+    ignored_means: int = option(0, least=0)
 
 
 def did_you_mean(name: str, names: list[str]) -> str:

@@ -27,7 +27,11 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "analyze": ("others",),
 }
 # settings that early records lack, with their values then
-ADDED: dict[tuple[str, ...], Any] = {("attention", "encoders"): 2, ("attention", "fit_to"): "loss"}
+ADDED: dict[tuple[str, ...], Any] = {
+    ("attention", "encoders"): 2,
+    ("attention", "fit_to"): "loss",
+    ("attention", "ignored_means"): 0,
+}
 
 
 def setup_key(record: Record) -> str:

@@ -70,6 +70,8 @@ def open_fit(
     hashed, names = sequences, list[str]()
     if isinstance(options, DualConfig):
         key |= {"rank": 0}
+        if not key["ignored_means"]:  # fits of versions without it
+            del key["ignored_means"]
     else:
         hashed, names = sequences[: -options.validation_sequences], [next(iter(methods.values())).name]
     text = hashlib.sha256(torch.stack(hashed).cpu().numpy().tobytes()).hexdigest()

@@ -114,10 +114,23 @@ def standardized_tokens(observation: Observation, method: Any) -> Tensor:
 
 
 def fit_encoders(
-    method: FocusDual, observations: list[Observation], steps: int, learning_rate: float, generator: torch.Generator
+    method: FocusDual,
+    observations: list[Observation],
+    steps: int,
+    learning_rate: float,
+    generator: torch.Generator,
+    ignored_means: int = 0,
 ) -> None:
-    """Fit a `standardize`d method to the observations of its layer; see the module's three steps."""
+    """Fit a `standardize`d method to the observations of its layer; see the module's three steps.
+
+    Args:
+        ignored_means: number of directions, in which sequences differ on average, that the encoders do not see: groups
+            that follow the kind of text rather than the token say little within a text.
+    """
     sequences = [FitSequence.of(x, method) for x in observations]
+    directions = mean_directions([x.tokens[0] for x in sequences], ignored_means)
+    for sequence in sequences:
+        sequence.tokens = remove_directions(sequence.tokens, directions)
     vectors = torch.cat([x.vectors for x in observations]).float().transpose(0, 1).to(method.mean.device)
     if method.heads == 1:
         vectors = vectors.transpose(0, 1).flatten(1)[None]
@@ -128,7 +141,21 @@ def fit_encoders(
     fit_routing(method, sequences, steps, learning_rate, generator)
     fit_value(method, sequences, steps)
     with torch.no_grad():
+        for weight in (method.q_encoder.weight, method.key_encoder.weight, method.worth):
+            weight.copy_(remove_directions(weight, directions))
         balance_keys(method, torch.cat([method.key_encoder(x.tokens)[0] for x in sequences], 1).log_softmax(-1))
+
+
+@torch.no_grad()
+def mean_directions(sequences: list[Tensor], count: int) -> Tensor:
+    """Return the first `count` principal directions `(count, E)` of the means of sequences `(T, E)`."""
+    means = torch.stack([x.mean(0) for x in sequences])
+    return torch.linalg.svd(means - means.mean(0), full_matrices=False).Vh[:count]
+
+
+def remove_directions(x: Tensor, directions: Tensor) -> Tensor:
+    """Return x `(..., E)` without its parts along orthonormal directions `(n, E)`."""
+    return x - x @ directions.T @ directions if len(directions) else x
 
 
 @torch.no_grad()

@@ -172,7 +172,7 @@ def fit_dual_layer(
     method: FocusDual, observations: list[Observation], options: DualConfig, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Fit a layer's encoders; returns its thresholds under every counting rule that has them."""
-    fit_encoders(method, observations, options.fit_steps, options.fit_learning_rate, generator)
+    fit_encoders(method, observations, options.fit_steps, options.fit_learning_rate, generator, options.ignored_means)
     return {f"thresholds.{counts}": fit_thresholds(method, counts, observations) for counts in WITH_THRESHOLDS}
 
 
