@@ -23,7 +23,13 @@ from focus_exp.models.methods import attached_methods, observe_selections, swap_
 from focus_exp.training import fits
 from focus_exp.training.fits import fit_attached, open_fit
 from focus_exp.training.focus_dual_fit import fit, importance
-from focus_exp.training.focus_dual_fit.encoders import FitSequence, fit_encoders, score_thresholds, standardize
+from focus_exp.training.focus_dual_fit.encoders import (
+    FitSequence,
+    fit_encoders,
+    score_thresholds,
+    standardize,
+    standardized_tokens,
+)
 from focus_exp.training.focus_dual_fit.fit import (
     BudgetCurves,
     allocate_groups,
@@ -199,11 +205,33 @@ def planted(sequences: int, seed: int) -> list[Observation]:
 
 @pytest.fixture(scope="module")
 def fitted() -> FocusDual:
+    torch.manual_seed(0)
     method = FocusDual.create(LayerShape(16, 4, 8, 0, 2), **OPTIONS)
     observations = planted(24, seed=0)
     standardize(method, observations)
     fit_encoders(method, observations, 300, 0.005, torch.Generator().manual_seed(0))
     return method
+
+
+def test_fit_encoders_ignores_the_means_of_two_kinds_of_text():
+    shift = torch.zeros(16)
+    shift[8:] = 20.0
+    equal = {}
+    for ignored in (0, 1):
+        torch.manual_seed(0)
+        method = FocusDual.create(LayerShape(16, 4, 8, 0, 2), **OPTIONS)
+        observations = planted(24, seed=0)
+        for observation in observations[::2]:
+            observation.hidden += shift.bfloat16()
+        standardize(method, observations)
+        fit_encoders(method, observations, 300, 0.005, torch.Generator().manual_seed(0), ignored)
+        groups = []
+        for x in planted(4, seed=1):
+            shifted = replace(x, hidden=x.hidden + shift.bfloat16())
+            both = (standardized_tokens(observation, method)[None] for observation in (x, shifted))
+            groups.append([method.key_encoder(tokens).argmax(-1) for tokens in both])
+        equal[ignored] = sum((one == other).float().mean().item() for one, other in groups) / len(groups)
+    assert equal[1] > 0.98 and equal[0] < 0.8
 
 
 def test_fit_encoders_finds_planted_groups_of_even_size(fitted):

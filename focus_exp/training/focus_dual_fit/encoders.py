@@ -141,7 +141,7 @@ def fit_encoders(
     fit_routing(method, sequences, steps, learning_rate, generator)
     fit_value(method, sequences, steps)
     with torch.no_grad():
-        for weight in (method.q_encoder.weight, method.key_encoder.weight, method.worth):
+        for weight in (*(p for p in method.parameters() if p.ndim > 2), method.worth):
             weight.copy_(remove_directions(weight, directions))
         balance_keys(method, torch.cat([method.key_encoder(x.tokens)[0] for x in sequences], 1).log_softmax(-1))
 
