@@ -150,7 +150,7 @@ def test_marked_numbers_equal_committed_cells(content, tmp_path, name):
         frame.to_csv(tmp_path / f"{table}.csv", index=False)
     text = path.read_text(encoding="utf-8")
     assert check_numbers(text, tmp_path) == []
-    assert len(re.findall("<!--num:", text)) == len(re.findall(r"[%xkM\d]<!--num:\w+/[^/>]+/\w+-->", text))
+    assert len(re.findall("<!--num:", text)) == len(re.findall(r"[%xkM\d]<!--num:\w+/[^>]+/\w+-->", text))
 
 
 def test_write_report_writes_figures(published, made_once, tmp_path):
