@@ -60,9 +60,9 @@ def test_page_command_composes(command, tmp_path):
 def test_adding_a_method_example_is_measured(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "adding_a_method.md").read_text(encoding="utf-8")
     (code,), (options,) = blocks(page, "python"), blocks(page, "yaml")
-    (tmp_path / "my_methods.py").write_text(code)
+    (tmp_path / "parity_methods.py").write_text(code)  # another test has a my_methods
     (tmp_path / "attention").mkdir()
-    (tmp_path / "attention" / "parity.yaml").write_text(options)
+    (tmp_path / "attention" / "parity.yaml").write_text(options.replace("my_methods", "parity_methods"))
     monkeypatch.syspath_prepend(tmp_path)
     settings = [*without_attention(tiny(tmp_path)), "+experiment=retrofit_124m", "eval.fit_variants=[]"]
     result = run(*settings, "--config-dir", str(tmp_path), "attention=parity", "attention.window=8", "recipe=none")
