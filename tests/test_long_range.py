@@ -179,8 +179,10 @@ def test_build_suite_books_are_the_recorded_ones_and_fit_the_models():
     suite, tokenizer = build_suite(cache, 128), AutoTokenizer.from_pretrained(embedded_folder(cache))
     assert suite.digest == DIGEST
     assert {item["book"] for item in suite.items("last_word")} <= {w for works in WORKS["test"].values() for w in works}
+    # the books hold no more last words
     assert {task: len(suite.items(task)) for task in TASKS} == dict.fromkeys(TASKS, ITEMS) | {"last_word": 195}
     items = [item for task in TASKS for item in suite.items(task)]
     lengths = [len(ids) for ids in tokenizer([item["context"] for item in items])["input_ids"]]
+    # each answer after its own passage, as the model reads them
     whole = [item["context"] + answer for item in items for answer in item.get("choices", [item.get("target")])]
     assert min(lengths) >= 4 * 128 and max(len(ids) for ids in tokenizer(whole)["input_ids"]) <= 1024

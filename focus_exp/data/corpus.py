@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,7 @@ def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
     if cfg.source in EMBEDDED:
         return find_embedded(cfg.source, cache)
     if cfg.source == "mixture":
-        keys = {item.name for item in fields(DataConfig)}
-        values = {part: {k: v for k, v in shipped("data")[part].items() if k in keys} for part in cfg.parts}
+        values = {part: {k: v for k, v in shipped("data")[part].items() if k != "defaults"} for part in cfg.parts}
         return mix({part: find_source(DataConfig(**values[part]), policy, cache) for part in cfg.parts})
     assert cfg.hub_id
     if uses_embedded(policy, "datasets", cfg.hub_id, is_shipped("data", cfg.hub_id)):

@@ -368,9 +368,9 @@ class PerplexityEvaluator:
 
     def measure_adapters(self) -> None:
         """Score adapters of other runs in place of what is attached."""
-        methods = [*(other.name for other in self.variants), *(read_description(f)["method"] for f in self.adapters)]
-        for folder in self.adapters:
-            description = read_description(folder)
+        described = [(folder, read_description(folder)) for folder in self.adapters]
+        methods = [*(other.name for other in self.variants), *(description["method"] for _, description in described)]
+        for folder, description in described:
             method, name = description["method"], adapter_name(folder)
             variant = Variant(
                 name=method if methods.count(method) == 1 else f"{method}, {name}", kind="control", method=method,

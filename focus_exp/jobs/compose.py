@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from focus_exp.attention.options import FitOptions, RouterTraining, did_you_mean
 from focus_exp.checks import drop_file_fields, parse, validate
 from focus_exp.cli import explain_error, quote_override
-from focus_exp.config import Config, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
+from focus_exp.config import Config, DataConfig, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
 from focus_exp.config_hash import flatten
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import BASE_HINT, read_description
@@ -35,9 +35,8 @@ log = logging.getLogger(__name__)
 
 BASE = "base"  # row of the unmodified model in a comparison's tables
 GROUP = "variant"
-OF_A_TEXT = [
-    f"data.{key}" for key in ("source", "hub_id", "subset", "split", "revision", "text_column", "files", "parts")
-]
+# settings of data.* that belong to a data set
+OF_A_TEXT = {item.name for item in fields(DataConfig)} - {"seq_len", "max_train_tokens", "max_test_tokens"}
 TRAINING = {item.name for schema in (RouterTraining, FitOptions) for item in fields(schema)}  # unused with an adapter
 
 
@@ -92,9 +91,10 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
     settings = {key for path in paths for key in read_settings(path)}
     kept = []
     for override in parse_overrides(overrides):
-        if override.key_or_group in settings or ("data" in settings and override.key_or_group in OF_A_TEXT):
+        group, _, key = override.key_or_group.partition(".")
+        if override.key_or_group in settings or (group == "data" and "data" in settings and key in OF_A_TEXT):
             # data.* of the command is what a fitted variant is measured on
-            if name not in config.eval.fit_variants or override.key_or_group.partition(".")[0] != "data":
+            if group != "data" or name not in config.eval.fit_variants:
                 log.warning("%s is not applied to variant %s, which sets it", override.input_line, name)
         elif override.key_or_group != GROUP:
             kept.append(str(override.input_line))

@@ -67,14 +67,15 @@ def frontier(points: pd.DataFrame) -> Figure | None:
         f"Perplexity change against density of the causal QK pairs at {FRONTIER_LENGTH:,} tokens (95 % CI; lower left "
         "is better)", 4.8, ncols=len(panels), sharey=True, squeeze=False,
     )  # fmt: skip
-    several, ends = known["data"].nunique() > 1, list[tuple[Axes, str, str, float, float]]()
+    several, ends = known["data"].nunique() > 1, dict[Axes, list[tuple[str, str, float, float]]]()
     for ax, ((model, data), panel) in zip(axes.flat, panels, strict=True):
         for method, color in zip(FAMILIES, COLORS, strict=True):
             curve = panel[panel.method == method].sort_values("density")
             x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
             bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
             ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
-            ends += [(ax, method, color, x[-1], y[-1])] if len(curve) else []
+            if len(curve):
+                ends.setdefault(ax, []).append((method, color, x[-1], y[-1]))
         ax.axhline(0, color="black", linewidth=1)
         ax.set(title=f"{model}, {data}" if several else model, xlabel="density of the QK pairs [%]")
         ax.set(xlim=(0, 145), xticks=range(0, 101, 20))  # with room for the names
@@ -85,12 +86,12 @@ def frontier(points: pd.DataFrame) -> Figure | None:
     first.yaxis.set_major_formatter("{x:g}")
     first.yaxis.set_minor_locator(NullLocator())
     figure.draw_without_rendering()  # the layout decides where the names go
-    for ax in axes.flat:
-        name_curves(ax, [curve for place, *curve in ends if place is ax])
+    for ax, curves in ends.items():
+        name_curves(ax, curves)
     return figure
 
 
-def name_curves(ax: Axes, curves: list[Any]) -> None:
+def name_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None:
     """Write the name of each curve to the right of its end (name, color, x, y), a line apart from the next."""
     lowest = -np.inf
     for name, color, x, y in sorted(curves, key=lambda curve: curve[3]):
