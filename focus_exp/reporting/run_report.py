@@ -65,9 +65,12 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
         "status": run.status if pd.isna(run.error) else f"{run.status}, {run.error}",
     }  # fmt: skip
     parts = [f"# {title_of(results)}"]
-    if run.is_model_substituted or run.is_data_substituted:
-        requested = f"{run.model_requested} and {run.data_requested}"
-        parts.append(f"Substitute: {run.model_used} and {run.data_used}, in place of {requested}.")
+    substituted = [part for part in ("model", "data") if run[f"is_{part}_substituted"]]
+    if substituted:
+        used, requested = (
+            " and ".join(run[f"{part}_{kind}"] for part in substituted) for kind in ("used", "requested")
+        )
+        parts.append(f"Substitute: {used}, in place of {requested}.")
     parts += [] if run.is_causal else ["Non-causal router: its perplexity cannot be compared with a causal model's."]
     parts += [f"Warnings: {run.warnings}"] if run.warnings else []
     for name, table in tables.items():
