@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.kernels import KERNELS, BackendUnsupported, KernelRequirements, gpu_sparse
+from focus_exp.attention.kernels import KERNELS, BackendUnsupported, KernelRequirements, contract, gpu_sparse
 from focus_exp.attention.kernels.gpu_sparse import Layout, Setup, Triton
 from focus_exp.attention.selection import (
     AttentionArgs,
@@ -99,7 +99,7 @@ def test_route_equals_the_encoders(counts, encoders, budget):
 def test_halves_multiply_with_the_accuracy_of_float32():
     torch.manual_seed(0)
     h, weight = torch.randn(3, 9, 64).bfloat16(), torch.randn(64, 5)
-    halves = gpu_sparse.halve(weight)
+    halves = contract.halve(weight)
     assert halves.dtype == torch.bfloat16
     product = (h.double().flatten(0, 1) @ halves.double()).unflatten(1, (2, -1)).sum(1)
     exact = h.double().flatten(0, 1) @ weight.double()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.base import AttentionMethod, LayerShape, ste_slope
 from focus_exp.attention.kernels import cpu_sparse, gpu_sparse
+from focus_exp.attention.kernels.contract import EncoderWeights
 from focus_exp.attention.options import FULL, WINDOW, EncoderTraining, FocusDualOptions
 from focus_exp.attention.router import cast_chunks, disable_autocast
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, top_k_groups
@@ -58,7 +59,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         self.heads = shape.kv_heads or shape.heads if options.heads == "kv" else 1
         self.budget: list[int] | None = None
         self.counts = options.counts
-        self.folded: tuple[Any, gpu_sparse.EncoderWeights] | None = None
+        self.folded: tuple[Any, EncoderWeights] | None = None
         self.mean: Tensor
         self.scale: Tensor
         self.worth: Tensor
@@ -190,20 +191,12 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
 
     def route_by_kernel(self, h: Tensor, sequence: Sequence) -> Selection:
         """Return hard routing as `route` does, in one kernel call."""
-        if h.device.type == "cpu":
-            query, key = self.q_encoder, self.key_encoder
-            position = torch.arange(h.shape[1]) - sequence.start
-            penalty = None if self.counts != "pair" else self.distant_keys(position).log1p().contiguous()
-            groups = cpu_sparse.load_operators().route(
-                h, self.mean, self.scale, query.weight, query.bias, key.weight, key.bias, self.worth, self.worth_bias,
-                penalty, self.thresholds if self.counts != "head" else self.thresholds[:, :0], self.groups_per_head,
-            )  # fmt: skip
-        else:
-            local = self.window + self.sinks
-            groups = gpu_sparse.route(h, self.encoder_weights(), sequence.start, local, self.counts == "pair")
+        local = self.window + self.sinks
+        kernel = KERNELS[h.device.type]
+        groups = kernel.route(h, self.encoder_weights(), sequence.start, local, self.counts == "pair")
         return Selection(query_groups=groups[0], key_groups=groups[1], max_groups=self.max_groups)
 
-    def encoder_weights(self) -> gpu_sparse.EncoderWeights:
+    def encoder_weights(self) -> EncoderWeights:
         """Return the encoders with the standardization of tokens folded in, computed again when a tensor changes."""
         tensors = [*self.parameters(), *self.buffers()]
         state = ([(x.data_ptr(), x._version) for x in tensors], self.groups_per_head, self.counts)
@@ -214,7 +207,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
             k = torch.tensor(self.groups_per_head, device=worth.device)
             is_limited = (k > 0) & (k < self.groups) & (self.counts != "head")
             limits = self.thresholds.gather(1, (k - 1).clamp(0, self.groups - 2)[:, None])[:, 0]
-            weights = gpu_sparse.EncoderWeights(
+            weights = EncoderWeights(
                 weight=torch.cat([encoders.flatten(0, 2), worth]).T.contiguous(),
                 bias=torch.stack([x.bias for x in pair], 1) - encoders @ self.mean,
                 worth_bias=self.worth_bias - worth @ self.mean,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
@@ -21,6 +23,41 @@ class KernelRequirements:
     dtype: torch.dtype
     head_dim: int
     groups: int = 1
+
+
+@dataclass(frozen=True)
+class EncoderWeights:
+    """Hold two encoders for hidden states that are not standardized.
+
+    Attributes:
+        weight: `(E, N * (2 K + 1))`, of queries and keys `(N, 2, K)`, then of the importance of a query `(N,)`.
+        bias: `(N, 2, K)`.
+        worth_bias: `(N,)`.
+        limits: `(N,)`, which scores have to pass; at the largest float a query reads its `top_k` `(N,)` groups.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    worth_bias: Tensor
+    limits: Tensor
+    top_k: Tensor
+
+    @cached_property
+    def halves(self) -> Tensor:
+        """Weights as the sum of two numbers of bfloat16, side by side."""
+        return halve(self.weight)
+
+    @cached_property
+    def packed(self) -> Tensor:
+        """Weights in blocks of 16 columns, padded with zeros: `(columns / 16, E, 16)`."""
+        columns = F.pad(self.weight, (0, -self.weight.shape[1] % 16))
+        return columns.unflatten(1, (-1, 16)).transpose(0, 1).contiguous()
+
+
+def halve(weight: Tensor) -> Tensor:
+    """Return float32 weights `(E, R)` as two matrices of bfloat16 side by side, whose sum they are: `(E, 2 R)`."""
+    high = weight.bfloat16()
+    return torch.cat([high, (weight - high).bfloat16()], 1)
 
 
 class BackendUnsupported(RuntimeError):

@@ -95,7 +95,6 @@ struct Isa {
   void (*decode)(const Scores&, Rows<float>&, int, const Cached<float>&, int64_t);
   void (*decode_bf16)(const Scores&, Rows<float>&, int, const Cached<bf16>&, int64_t);
   void (*multiply_rows)(const float*, int, int64_t, const float*, int64_t, float*);
-  void (*multiply_row)(const float*, int64_t, const float* const*, int64_t, float*);
   float (*log_sum_exp)(const float*, int64_t, float);
 };
 
@@ -812,71 +811,51 @@ void choose_largest(const float* x, int64_t n, int64_t k, bool* chosen) {
   }
 }
 
-// Groups [B, n, T, K] that tokens h [B, T, E] read as queries and are in as keys, by the weights [n, K, E] and biases
-// [n, K] of a router with two encoders, all float32. Tokens are standardized by mean and scale [E]. A group's score is
-// its log probability plus the query's log importance (weights [n, E], biases [n]), less penalty [B, T] where given; a
-// query of head i reads the groups above thresholds[i, k - 1] for k = top_k[i], or where that is not set (the largest
-// float) and for none or all groups the k largest, ties to the lowest index. thresholds [n, K - 1] or [n, 0].
-std::tuple<Tensor, Tensor> route(const Tensor& h, const Tensor& mean, const Tensor& scale, const Tensor& query_weight, const Tensor& query_bias,
-                                 const Tensor& key_weight, const Tensor& key_bias, const Tensor& importance, const Tensor& importance_bias,
-                                 const optional<Tensor>& penalty, const Tensor& thresholds, at::IntArrayRef top_k) {
-  const int64_t B = h.size(0), T = h.size(1), E = h.size(2), n = key_weight.size(0), K = key_weight.size(1), N = B * T;
+// Groups [B, n, T, K] that tokens h [B, T, E] read as queries and are in as keys. weight holds the columns of queries and
+// keys [n, 2, K] and of a query's log importance [n], packed in blocks of 16 columns [columns / 16, E, 16]. A group's score
+// is its log probability plus the query's log importance, less penalty [B, T] where given; a query of head i reads the
+// groups above limits[i], or where that is UNSET the top_k[i] largest, ties to the lowest index. All but h is float32:
+// products with two bf16 for each weight, which are as accurate, take as long.
+std::tuple<Tensor, Tensor> route(const Tensor& h, const Tensor& weight, const Tensor& bias, const Tensor& importance_bias, const Tensor& limits,
+                                 const Tensor& top_k, const optional<Tensor>& penalty) {
+  const int64_t B = h.size(0), T = h.size(1), E = h.size(2), n = bias.size(0), K = bias.size(2), N = B * T;
+  const int64_t last = n * 2 * K, columns = padded(last + n);
   TORCH_CHECK(h.scalar_type() == at::kFloat || h.scalar_type() == at::kBFloat16, "h must be float32 or bfloat16");
   TORCH_CHECK(K <= MAX_GROUPS, "groups must be <= ", int(MAX_GROUPS));
-  for (const Tensor& x : {mean, scale, query_weight, query_bias, key_weight, key_bias, importance, importance_bias, thresholds})
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.device().is_cpu(), "the router must be float32, contiguous, on the CPU");
-  TORCH_CHECK(query_weight.sizes() == key_weight.sizes() && key_weight.size(2) == E && importance.size(0) == n && thresholds.size(0) == n && int64_t(top_k.size()) == n,
+  for (const Tensor& x : {weight, bias, importance_bias, limits}) TORCH_CHECK(x.is_contiguous() && x.device().is_cpu(), "the router must be contiguous, on the CPU");
+  TORCH_CHECK(weight.numel() == columns * E && importance_bias.size(0) == n && limits.size(0) == n && top_k.size(0) == n,
               "the router's tensors must have matching sizes");
-  const bool shared = query_weight.is_same(key_weight);
-  const int64_t key = shared ? 0 : n * K, last = key + n * K, used = last + n, columns = padded(used);
-  std::vector<const float*> rows(columns);
-  Buffer<float> bias(columns), packed(N > 1 ? columns * E : 0);
-  bias.zero(columns);
-  const float *wq = query_weight.const_data_ptr<float>(), *wk = key_weight.const_data_ptr<float>(), *wi = importance.const_data_ptr<float>();
-  for (int64_t c = 0; c < columns; c++) rows[c] = c < key ? wq + c * E : c < last ? wk + (c - key) * E : wi + std::min(c - last, n - 1) * E;
-  std::copy_n(query_bias.const_data_ptr<float>(), n * K, bias.data);
-  std::copy_n(key_bias.const_data_ptr<float>(), n * K, bias.data + key);
-  std::copy_n(importance_bias.const_data_ptr<float>(), n, bias.data + last);
   const Isa& isa = *chosen->isa;
-  if (N > 1)
-    at::parallel_for(0, columns / 16, 1, [&](int64_t first, int64_t end) {
-      for (int64_t c = first * 16; c < end * 16; c += 4)
-        for (int64_t d = 0; d < E; d += 4) {
-          float* to = packed.data + c / 16 * 16 * E + d * 16 + c % 16;
-          if (d + 4 <= E && rows[c + 3] - rows[c] == 3 * E) transpose4(rows[c] + d, E, to, 16);
-          else for (int64_t i = 0; i < 4; i++) for (int64_t e = 0; e < std::min<int64_t>(4, E - d); e++) to[e * 16 + i] = rows[c + i][d + e];
-        }
-    });
-  const Tensor contiguous = h.contiguous();
-  const Source source(contiguous.view({1, 1, N, E}));
+  Buffer<float> start(columns);
+  start.zero(columns);
+  std::copy_n(bias.const_data_ptr<float>(), last, start.data);
+  std::copy_n(importance_bias.const_data_ptr<float>(), n, start.data + last);
+  const Tensor tokens = h.contiguous();
+  const Source source(tokens.view({1, 1, N, E}));
   Tensor reads = at::empty({B, n, T, K}, h.options().dtype(at::kBool)), members = at::empty({B, n, T, K}, reads.options());
   bool *reads_data = reads.mutable_data_ptr<bool>(), *members_data = members.mutable_data_ptr<bool>();
-  const float *center = mean.const_data_ptr<float>(), *divisor = scale.const_data_ptr<float>(), *limits = thresholds.const_data_ptr<float>();
+  const float* least = limits.const_data_ptr<float>();
+  const int32_t* largest = top_k.const_data_ptr<int32_t>();
   const float* less = penalty ? penalty->const_data_ptr<float>() : nullptr;
   struct Scratch { Buffer<float> x, y; };
   for_tasks((N + ROUTED - 1) / ROUTED, [&] { auto s = std::make_unique<Scratch>(); s->x.reset(ROUTED * E); s->y.reset(ROUTED * columns); return s; }, [&](int64_t task, Scratch& s) {
     const int64_t first = task * ROUTED;
     const int m = int(std::min<int64_t>(ROUTED, N - first));
     for (int r = 0; r < m; r++) {
-      float* x = s.x.data + r * E;
-      source.read(0, 0, first + r, x, E);
-      for (int64_t d = 0; d < E; d++) x[d] = (x[d] - center[d]) / divisor[d];
-      std::copy_n(bias.data, columns, s.y.data + r * columns);
+      source.read(0, 0, first + r, s.x.data + r * E, E);
+      std::copy_n(start.data, columns, s.y.data + r * columns);
     }
-    if (N > 1) isa.multiply_rows(s.x.data, m, E, packed.data, columns, s.y.data);
-    else isa.multiply_row(s.x.data, E, rows.data(), used, s.y.data);
+    isa.multiply_rows(s.x.data, m, E, weight.const_data_ptr<float>(), columns, s.y.data);
     for (int64_t r = 0; r < m * n; r++) {
       const int64_t token = first + r / n, head = r % n, to = ((token / T * n + head) * T + token % T) * K;
-      const float *y = s.y.data + r / n * columns, *keys = y + key + head * K;
-      choose_largest(keys, K, 1, members_data + to);
-      float scores[MAX_GROUPS], most = y[head * K];
-      for (int64_t i = 1; i < K; i++) most = std::max(most, y[head * K + i]);
-      const float sum = isa.log_sum_exp(y + head * K, K, most), weight = y[last + head], minus = less ? less[token] : 0.f;
-      for (int64_t i = 0; i < K; i++) scores[i] = y[head * K + i] - most - sum + weight - minus;
-      const int64_t k = top_k[head];
-      const float limit = k > 0 && k <= thresholds.size(1) ? limits[head * thresholds.size(1) + k - 1] : UNSET;
-      if (limit == UNSET) choose_largest(scores, K, k, reads_data + to);
-      else for (int64_t i = 0; i < K; i++) reads_data[to + i] = scores[i] > limit;
+      const float *row = s.y.data + r / n * columns, *y = row + head * 2 * K;
+      choose_largest(y + K, K, 1, members_data + to);
+      float scores[MAX_GROUPS], most = y[0];
+      for (int64_t i = 1; i < K; i++) most = std::max(most, y[i]);
+      const float added = row[last + head] - most - isa.log_sum_exp(y, K, most) - (less ? less[token] : 0.f);
+      for (int64_t i = 0; i < K; i++) scores[i] = y[i] + added;
+      if (least[head] == UNSET) choose_largest(scores, K, largest[head], reads_data + to);
+      else for (int64_t i = 0; i < K; i++) reads_data[to + i] = scores[i] > least[head];
     }
   });
   return {reads, members};
@@ -888,7 +867,7 @@ TORCH_LIBRARY(focus_exp, m) {
   m.def("use_isa(str name) -> str", &use_isa);
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? sink_logits, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor)");
   m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? asks, Tensor? answers, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("route(Tensor h, Tensor mean, Tensor scale, Tensor query_weight, Tensor query_bias, Tensor key_weight, Tensor key_bias, Tensor importance, Tensor importance_bias, Tensor? penalty, Tensor thresholds, int[] top_k) -> (Tensor, Tensor)");
+  m.def("route(Tensor h, Tensor weight, Tensor bias, Tensor importance_bias, Tensor limits, Tensor top_k, Tensor? penalty) -> (Tensor, Tensor)");
   m.def("decode(Tensor q, Tensor k, Tensor v, Tensor? reads, Tensor members, Tensor(a!)[] near, Tensor(b!)[] pool, Tensor table, Tensor groups, Tensor? sink_logits, int position, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, int)");
 }
 

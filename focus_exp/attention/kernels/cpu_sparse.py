@@ -22,13 +22,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import cpp_extension
 
-from focus_exp.attention.kernels.contract import MAX_HEAD_DIM, Backend, BackendUnsupported, KernelRequirements
+from focus_exp.attention.kernels.contract import (
+    MAX_HEAD_DIM,
+    Backend,
+    BackendUnsupported,
+    EncoderWeights,
+    KernelRequirements,
+)
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 log = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_sparse.cpp", "cpu_sparse_tiles.h")]
-FLAGS = ["-O3", "-Wno-psabi"]
+THREADS = "-fopenmp"  # without it torch's headers run all tasks on one thread; its library comes with torch
+FLAGS = ["-O3", "-Wno-psabi", THREADS]
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_GROUPS = 64  # bits of a word
 FULL_WINDOW = 64  # keys of full attention that meet a query under a mask; the rest meets it without
@@ -71,6 +78,24 @@ class CpuSparse(Backend):
         gates = [x if x is None else x.expand(-1, heads, -1, -1) for x in gates]
         options = (args.window, args.sinks, args.scaling, args.softcap or 0.0)
         return Attention.apply(q, k, v, *gates, args.sink_logits, groups, find_span(sequence), args.ste_slope, options)
+
+
+def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair: bool) -> tuple[Tensor, Tensor]:
+    """Return the groups `(B, N, T, K)` bool of queries and of keys for hidden states `(B, T, E)`.
+
+    Args:
+        start: `(B, T)`, index of the first token of each token's sequence.
+        local: tokens of window and sinks.
+        is_pair: divide scores by the number of keys beyond them.
+    """
+    penalty = None
+    if is_pair:
+        distant = (torch.arange(h.shape[1]) - start - local).clamp(min=0)
+        penalty = distant.expand(h.shape[:2]).float().log1p().contiguous()
+    groups: tuple[Tensor, Tensor] = load_operators().route(
+        h, weights.packed, weights.bias, weights.worth_bias, weights.limits, weights.top_k, penalty
+    )
+    return groups
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
@@ -220,10 +245,16 @@ def build(folder: Path, flags: list[str]) -> None:
         with suppress(OSError):  # torch's own lock file, which a killed build leaves for ever
             (folder / "lock").unlink()
         cpp_extension.load(
-            "focus_exp_cpu_sparse", [str(SOURCES[0])], extra_cflags=flags, extra_ldflags=link_flags(flags),
-            build_directory=str(folder), is_python_module=False,
+            "focus_exp_cpu_sparse", [str(SOURCES[0])], build_directory=str(folder), is_python_module=False,
+            extra_cflags=compile_flags(flags), extra_ldflags=link_flags(flags),
         )  # fmt: skip
         log.info("CPU kernel: compiled in %.1f s", time.monotonic() - started)
+
+
+def compile_flags(flags: list[str]) -> list[str]:
+    """Return flags for this compiler: the threads of clang need a library that torch does not bring."""
+    is_gcc = cpp_extension.check_compiler_is_gcc(cpp_extension.get_cxx_compiler())
+    return flags if is_gcc else [flag for flag in flags if flag != THREADS]
 
 
 def link_flags(flags: list[str]) -> list[str]:

@@ -315,23 +315,12 @@ static inline void dot4(const float* x, const float* const* y, int64_t n, float*
 
 // y += x w for m <= ROUTED rows of x [n], as neighbours, and w packed [columns / 16][n][16].
 static void multiply_rows(const float* x, int m, int64_t n, const float* w, int64_t columns, float* y) {
+  constexpr int64_t PANEL = 64;  // columns that stay in the L2 cache
   const float* rows[ROUTED];
   float* to[ROUTED];
-  constexpr int64_t PANEL = 64;  // columns that stay in the L2 cache
   for (int64_t c = 0; c < columns; c += PANEL) {
     for (int r = 0; r < m; r++) { rows[r] = x + r * n; to[r] = y + r * columns + c; }
     multiply_add<float>(rows, 1, m, w + c * n, 16, 16 * n, n, to, std::min(PANEL, columns - c));
-  }
-}
-
-// y += x w for one row and w [columns, n], row by row.
-static void multiply_row(const float* x, int64_t n, const float* const* w, int64_t columns, float* y) {
-  for (int64_t c = 0; c < columns; c += 4) {
-    const float* some[4];
-    float product[4];
-    for (int i = 0; i < 4; i++) some[i] = w[std::min(c + i, columns - 1)];
-    dot4(x, some, n, product);
-    for (int i = 0; i < 4 && c + i < columns; i++) y[c + i] += product[i];
   }
 }
 
@@ -397,5 +386,5 @@ static const Isa isa = {
 #else
     nullptr,
 #endif
-    backward, decode<float>, decode<bf16>, multiply_rows, multiply_row, log_sum_exp,
+    backward, decode<float>, decode<bf16>, multiply_rows, log_sum_exp,
 };

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, KernelRequirements
+from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, EncoderWeights, KernelRequirements, halve
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -326,29 +326,6 @@ def backward_keys(
     return dk, dv, by_slot.view(batch, groups, length, -1, width).sum(3)
 
 
-@dataclass(frozen=True)
-class EncoderWeights:
-    """Hold two encoders for hidden states that are not standardized.
-
-    Attributes:
-        weight: `(E, N * (2 K + 1))`, of queries and keys `(N, 2, K)`, then of the importance of a query `(N,)`.
-        bias: `(N, 2, K)`.
-        worth_bias: `(N,)`.
-        limits: `(N,)`, which scores have to pass; at the largest float a query reads its `top_k` `(N,)` groups.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    worth_bias: Tensor
-    limits: Tensor
-    top_k: Tensor
-
-    @cached_property
-    def halves(self) -> Tensor:
-        """Weights as the sum of two numbers of bfloat16, side by side."""
-        return halve(self.weight)
-
-
 def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair: bool) -> tuple[Tensor, Tensor]:
     """Return the groups `(B, N, T, K)` bool of queries and of keys for hidden states `(B, T, E)`.
 
@@ -372,12 +349,6 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
 def can_multiply_halves(h: Tensor) -> bool:
     """Tell whether `multiply_halves` serves: bfloat16 on CUDA, without gradients."""
     return h.is_cuda and h.dtype == torch.bfloat16 and not torch.is_grad_enabled()
-
-
-def halve(weight: Tensor) -> Tensor:
-    """Return float32 weights `(E, R)` as two matrices of bfloat16 side by side, whose sum they are: `(E, 2 R)`."""
-    high = weight.bfloat16()
-    return torch.cat([high, (weight - high).bfloat16()], 1)
 
 
 def multiply_halves(h: Tensor, halves: Tensor) -> Tensor:
