@@ -52,8 +52,10 @@ def methods(results: Results) -> pd.DataFrame:
     points = frontier(results)
     if points.empty:
         return points
-    points = points[(points.model == points.model.mode()[0]) & (points["data"] == points["data"].mode()[0])]
-    speeds = select(results.complete, {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu"})
+    model = points.model.mode()[0]
+    points = points[(points.model == model) & (points["data"] == points["data"].mode()[0])]
+    timings = {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu", "model": model}
+    speeds = select(results.complete, timings)
     return pd.DataFrame([row | _find_speedups(row, speeds) for row in _methods_by_length(points)])
 
 
@@ -104,8 +106,8 @@ def speed(results: Results) -> pd.DataFrame:
     """
     rows = select(results.complete, {"source": ["speed", "method_speed"], "metric": ["speedup", "peak_memory"]})
     columns = [
-        *("experiment", "device_kind", "metric", "clock", "method", "groups", "assignment", "top_k", "pair_rule"),
-        *("dtype", "tokens", "value", "level", "reference_level", "density", "path", "run"),
+        *("experiment", "model", "device_kind", "metric", "clock", "method", "groups", "assignment", "top_k"),
+        *("pair_rule", "dtype", "tokens", "value", "level", "reference_level", "density", "path", "run"),
     ]
     names = {"device_kind": "device", "level": "ours", "reference_level": "full"}
     frame = pd.DataFrame([vars(row) for row in rows], columns=columns).rename(columns=names).convert_dtypes()
