@@ -26,4 +26,8 @@ def random_sequence(kind: str, batch: int, length: int) -> Sequence:
         start = torch.where(index >= cut, cut, 0)
         allowed = (index[:, :, None] >= index[:, None, :]) & (start[:, :, None] == start[:, None, :])
         return Sequence(start=start, allowed=allowed[:, None])
+    if kind == "sliding":
+        reach = int(torch.randint(1, length + 1, ()))
+        allowed = (index[:, :, None] >= index[:, None, :]) & (index[:, :, None] - index[:, None, :] < reach)
+        return Sequence(torch.zeros_like(index), allowed=allowed[:, None], reach=reach)
     return Sequence.plain(batch, length)

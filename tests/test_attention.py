@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import SMALL, problems
+from test_kernels import KINDS, SMALL, problems
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -90,7 +90,7 @@ def test_share_rule_2k_above_K_is_dense(seed, groups, data):
     assert sparse.distant_kept < sparse.distant
 
 
-@given(problem=problems(most=40, **SMALL, masked=True), block=st.sampled_from([1, 5, 512]))
+@given(problem=problems(most=40, **SMALL, kinds=KINDS, masked=True), block=st.sampled_from([1, 5, 512]))
 @settings(max_examples=30)
 def test_count_pairs_any_input_equals_loop(problem, block):
     sequence, args, selection = problem.sequence, problem.args, problem.selection

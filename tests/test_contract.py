@@ -186,7 +186,7 @@ def test_sparse_path_equals_masked_path(attached, family, way):
         logits.append(compute_logits(model, attention_mask=mask)[mask.bool()])
         paths |= {method.path for method in attached_methods(model).values()}
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-    # a sliding layer takes the masked path: of mistral all, of qwen2 the one that prunes here
+    # with padding a sliding layer takes the masked path: of mistral all, of qwen2 the one that prunes here
     assert ("cpu" in paths) == (family != "mistral" and (family, way) != ("qwen2", "focus_dual budget"))
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["f32", "bf16"])
-@pytest.mark.parametrize("where", ["plain", "left", "right"])
+@pytest.mark.parametrize("where", ["plain", "left", "right", "sliding"])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_attention_each_instruction_set_equals_reference(isa, dtype, where, softcap):
     torch.manual_seed(0)
@@ -78,6 +79,10 @@ def test_full_attention_equals_reference(isa, dtype, softcap, sinks):
     args = AttentionArgs(0.125, softcap, sink_logits=torch.randn(6) if sinks else None, window=270)
     problem = Problem(tensors, local_only_selection(sequence), sequence, args)
     problem.check(lambda q, k, v, *rest: cpu_sparse.full_attention(q, k, v, rest[-1]), dtype, TOLERANCES[dtype])
+    # a sliding layer's, which differs from the reference's window by one
+    args = replace(args, window=99)
+    problem = Problem(tensors, local_only_selection(sequence), sequence, args)
+    problem.check(lambda q, k, v, *rest: cpu_sparse.full_attention(q, k, v, rest[-1], 100), dtype, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("length", "trained"), [(255, False), (256, False), (256, True)])

@@ -1,6 +1,7 @@
 """Masks, sequences and caches of attached models, and the check that attach makes."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from tiny_architectures import tiny_model as tiny_architecture
 from transformers import AttentionMaskInterface
 
 from focus_exp import UserError, attach, detach, disable_method, set_routing
+from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.models import self_check
-from focus_exp.models.hooks import IMPLEMENTATION
+from focus_exp.models.hooks import IMPLEMENTATION, routed_attention
 from focus_exp.models.methods import attached_methods, observe_selections
 
 LENGTH = 40
@@ -43,6 +45,39 @@ def test_packed_positions_masked_path_equals_sparse_path(tiny_model, family, mas
     base = detach(copy.deepcopy(model))
     expected = compute_logits(base, make_tokens(), **given)
     torch.testing.assert_close(compute_logits(model, make_tokens(), **given), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="no compiler")
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_sliding_layers_take_the_kernel_as_the_masked_path_computes(tiny_model, family):
+    model, found = attach_focus(tiny_model(family, sliding_window=15)), []
+    for backend in ("masked", "cpu"):
+        set_routing(model, hard=True, backend=backend)
+        found.append(compute_logits(model, make_tokens()))
+        assert {method.path for method in attached_methods(model).values()} == {backend}
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_make_layer_mask_marks_a_band_alone(tiny_model):
+    model, seen = attach_focus(tiny_model("mistral", sliding_window=15)), []
+    padded = (torch.arange(LENGTH) >= 3).long().expand(2, -1)
+    with observe_selections(model, lambda layer, method, selection, sequence: seen.append(sequence.reach)):
+        for mask in (None, padded):
+            compute_logits(model, make_tokens(), attention_mask=mask)
+        compute_logits(model, make_tokens()[:, :14])
+    assert seen == [15, 15, None, None, None, None]
+
+
+@pytest.mark.parametrize("length", [20, 300])
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_without_a_method_may_see_later_tokens(length, padded):
+    """As those of an encoder do."""
+    q, k, v = torch.randn(3, 1, 2, length, 16)
+    mask = (torch.arange(length) < length - 5)[None, None, None] if padded else None
+    module = SimpleNamespace(is_causal=False)
+    out, _ = routed_attention(module, q, k, v, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
 def test_forward_non_causal_mask_raises(tiny_model):

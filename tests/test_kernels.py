@@ -85,9 +85,10 @@ def problems(
     groups: tuple[int, ...] = (1, 3, 8, 64),
     shares: tuple[int, ...] = (1, 2, 3, 7, 25),
     sizes: tuple[int, ...] = (8, 16, 20, 64, 256),
+    kinds: tuple[str, ...] = ("plain", "left", "right"),
     masked: bool = False,
 ) -> Problem:
-    """Draw a problem; with `masked` also soft routing and packed sequences, which the sparse kernels refuse."""
+    """Draw a problem with a sequence of one of these kinds; with `masked` also soft routing, which kernels refuse."""
     torch.manual_seed(draw(st.integers(0, 10_000)))
     batch, length, count = draw(st.integers(1, 2)), draw(st.integers(1, most)), draw(st.sampled_from(groups))
     heads, share, size = draw(st.integers(1, 2)), draw(st.sampled_from(shares)), draw(st.sampled_from(sizes))
@@ -112,7 +113,6 @@ def problems(
             members = getattr(selection, name)
             members = members & (torch.rand(members.shape[:-1]) < 0.7)[..., None]
             selection = replace(selection, **{name: members}, max_groups=None)
-    kinds = ["plain", "left", "right", "packed"][: 4 if masked else 3]
     sequence = random_sequence(draw(st.sampled_from(kinds)), batch, length)
     if draw(st.integers(0, 5)) == 0:
         selection = Selection() if masked and draw(st.booleans()) else local_only_selection(sequence)
@@ -133,6 +133,7 @@ def problems(
 
 
 SMALL = {"groups": (1, 3, 8), "shares": (1, 2)}
+KINDS = ("plain", "left", "right", "packed", "sliding")
 
 
 @pytest.mark.parametrize(
@@ -154,8 +155,8 @@ def test_backend_any_problem_equals_reference(monkeypatch, backend, dtype, toler
         pytest.importorskip("triton", reason="Triton is there on Linux alone")
         monkeypatch.setattr(gpu_sparse, "SINK_CHUNK", 32)
     limits = {
-        "masked": SMALL | {"most": 40, "masked": True},
-        "cpu": {},
+        "masked": SMALL | {"most": 40, "kinds": KINDS, "masked": True},
+        "cpu": {"kinds": ("plain", "left", "right", "sliding", "sliding")},
         "triton": SMALL | {"most": 80, "sizes": (8, 20)},
     }[backend]
 

@@ -161,7 +161,9 @@ class AttentionMethod(nn.Module):
 
     def select_kernels(self, q: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs) -> list[Backend]:
         """Return the kernels that serve this call, the preferred one first; none for the masked path."""
-        if self.backend == "masked" or selection.is_soft or sequence.allowed is not None or args.dropout:
+        if self.backend == "masked" or selection.is_soft or args.dropout:
+            return []
+        if sequence.allowed is not None and sequence.reach is None:
             return []
         least = SPARSE_FROM.get(q.device.type, 0) if self.sparse_from is None else self.sparse_from
         if self.backend == "auto" and q.shape[2] < least:
@@ -169,6 +171,8 @@ class AttentionMethod(nn.Module):
         groups = 1 if selection.key_groups is None else selection.key_groups.shape[-1]
         requirements = KernelRequirements(q.device.type, q.dtype, q.shape[-1], groups)
         kernels = select_backends(requirements, self.backend)
+        if sequence.reach is not None:
+            return [kernel for kernel in kernels if kernel.takes_reach]
         if not kernels and self.backend != "auto":
             reason = KERNELS[self.backend].unsupported_reason(requirements)
             raise BackendUnsupported(f"backend={self.backend} does not serve here: it {reason}. Use backend=auto.")

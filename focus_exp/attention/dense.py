@@ -11,6 +11,7 @@ from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
     Sequence,
+    band_reach,
     base_mask_or_self,
     causal_mask,
     diagonal_mask,
@@ -127,6 +128,8 @@ def full_attention(
     v: Tensor,
     mask: Tensor | None,
     args: AttentionArgs,
+    is_causal: bool = True,
+    *,
     block: int = BLOCK,
 ) -> Tensor:
     """Compute the base model's own attention `(B, H, t, D)`.
@@ -135,13 +138,14 @@ def full_attention(
         q: `(B, H, t, D)`, the last t of the keys' tokens.
         k, v: `(B, G, S, D)`.
         mask: `(B or 1, 1, t, S)` bool, the pairs a query sees; or `(B, 1, 1, S)` bool, the keys that are not padding;
-            or None, where nothing is masked. The last two are combined with causality.
+            or None, where nothing is masked. The last two are combined with causality if `is_causal`.
         block: queries at a time, where torch has no kernel.
     """
     length, new = k.shape[2], q.shape[2]
-    if mask is None and cpu_sparse.is_fastest_full_attention(q, k, v, args):
-        return cpu_sparse.full_attention(q, k, v, args)
-    add_causal = new > 1 and (mask is None or mask.shape[2] < new)
+    reach = band_reach(mask)
+    if is_causal and (mask is None or reach) and cpu_sparse.is_fastest_full_attention(q, k, v, args):
+        return cpu_sparse.full_attention(q, k, v, args, reach)
+    add_causal = is_causal and new > 1 and (mask is None or mask.shape[2] < new)
     if mask is None and args.softcap is None and args.sink_logits is None and not (add_causal and new < length):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=add_causal, dropout_p=args.dropout, scale=args.scaling,
@@ -154,8 +158,8 @@ def full_attention(
         keep = keep[:, :, rows] if keep.shape[2] == new else keep
         if add_causal:
             keep = keep & causal_mask(positions, length, q.device)
-        # so that no row of a softmax is empty
-        keep = keep | (diagonal_mask(positions, length, q.device) & ~keep.any(-1, keepdim=True))
+        if is_causal:  # so that no row of a softmax is empty
+            keep = keep | (diagonal_mask(positions, length, q.device) & ~keep.any(-1, keepdim=True))
         outputs.append(masked_attention(q[:, :, rows], k, v, keep, args))
     return torch.cat(outputs, dim=2)
 

@@ -11,6 +11,7 @@ from functools import cached_property, wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -23,11 +24,13 @@ class Sequence:
         valid: `(B, T)` bool, False on padding; None without. Between tokens, windows and sinks count it.
         allowed: `(B or 1, 1, T, T)` bool, the base model's mask where it is more than causality and padding (sliding
             layers, chunks, packed sequences); else None.
+        reach: a query i sees the keys j with i - j < reach, and `allowed` says no more; else None.
     """
 
     start: Tensor
     valid: Tensor | None = None
     allowed: Tensor | None = None
+    reach: int | None = None
 
     @staticmethod
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
@@ -55,7 +58,7 @@ class Sequence:
             for x in (self.start, self.valid, self.allowed)
         )
         assert start is not None
-        return Sequence(start, valid, allowed)
+        return Sequence(start, valid, allowed, self.reach)
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,22 @@ def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat keys and values `(B, G, S, D)` for every query head: `(B, H, S, D)`."""
     n_rep = q.shape[1] // k.shape[1]
     return k.repeat_interleave(n_rep, dim=1), v.repeat_interleave(n_rep, dim=1)
+
+
+def mark_band(mask: Tensor) -> None:
+    """Set `reach` of a mask `(B, 1, T, T)` bool where it is that of a sliding layer without padding: i - j < reach."""
+    length = mask.shape[-1]
+    if mask.device.type != "cpu" or mask.shape[-2] != length:  # where no kernel takes it, nothing waits for the device
+        return
+    reach = int(mask[0, 0, -1].sum())
+    ones = torch.ones(length, length, dtype=torch.bool, device=mask.device)
+    if torch.equal(mask, ones.tril().triu(1 - reach).expand_as(mask)):
+        mask.reach = reach  # type: ignore[attr-defined]
+
+
+def band_reach(mask: Tensor | None) -> int | None:
+    """Return what `mark_band` found; None elsewhere."""
+    return getattr(mask, "reach", None)
 
 
 def sequence_starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
@@ -296,7 +315,8 @@ def count_pairs(
     """
     if selection is not None:
         selection, sequence, _ = fold_heads(selection, sequence)
-    if sequence.allowed is None and sequence.valid is None and not bool(sequence.start.any()):
+    is_plain = sequence.allowed is None and sequence.valid is None and not bool(sequence.start.any())
+    if is_plain or sequence.reach is not None:
         return count_unpadded_pairs(selection, sequence, window, sinks)
     counts = torch.zeros(3, dtype=torch.long, device=sequence.start.device)  # read once: a GPU is waited for
     for rows in row_blocks(sequence.start.shape[1], block):
@@ -310,12 +330,14 @@ def count_pairs(
 
 
 def count_unpadded_pairs(selection: Selection | None, sequence: Sequence, window: int, sinks: int) -> PairCounts:
-    """Count the pairs of plain causal sequences in time O(T * (sinks + distinct key memberships))."""
+    """Count the pairs of causal sequences without padding in time O(T * (sinks + distinct key memberships))."""
     batch, length = sequence.start.shape
-    total = batch * length * (length + 1) // 2
-    width = min(window + 1, length)
-    distant_sinks = [(s, max(length - s - window - 1, 0)) for s in range(min(sinks, length))]
-    local = sum(length - d for d in range(width)) + sum(count for _, count in distant_sinks)
+    reach = min(sequence.reach or length, length)
+    width = min(window + 1, reach)
+    total = batch * sum(length - d for d in range(reach))
+    # of each sink the queries that see it beyond their window
+    distant_sinks = [slice(s + width, min(s + reach, length)) for s in range(min(sinks, length - width))]
+    local = sum(length - d for d in range(width)) + sum(x.stop - x.start for x in distant_sinks)
     distant = total - batch * local
     if selection is None:
         return PairCounts(total, distant, distant)
@@ -325,9 +347,10 @@ def count_unpadded_pairs(selection: Selection | None, sequence: Sequence, window
     kept = torch.zeros((), dtype=torch.long, device=keys.device)
     for members in distinct_memberships(selection):
         seen = (keys == members).all(-1).cumsum(1)  # (B, T), keys with these memberships up to each query
-        kept += (seen[:, : length - width] * (queries[:, width:] & members).any(-1)).sum()
-    for s, count in distant_sinks:
-        kept -= (queries[:, length - count :] & keys[:, s, None]).any(-1).sum()
+        gone = F.pad(seen[:, : length - reach], (reach - width, 0))  # those that are out of reach
+        kept += ((seen[:, : length - width] - gone) * (queries[:, width:] & members).any(-1)).sum()
+    for s, rows in enumerate(distant_sinks):
+        kept -= (queries[:, rows] & keys[:, s, None]).any(-1).sum()
     return PairCounts(total, distant, int(kept))
 
 

@@ -17,7 +17,7 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.dense import full_attention
 from focus_exp.attention.kernels import BackendUnsupported
 from focus_exp.attention.kv_cache import GroupedCache
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, sequence_starts
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, band_reach, mark_band, sequence_starts
 from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import FocusLayer, find_layer, run_eagerly
 from focus_exp.models.methods import IMPLEMENTATION, get_method
@@ -67,7 +67,8 @@ def make_layer_mask(
     # an unfilled sliding window or chunk has no effect
     is_needed = local_size is not None and kv_length >= local_size
     # in a preallocated cache only a full mask tells which keys are tokens
-    is_needed = is_needed or isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length
+    is_needed_by_cache = isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length
+    is_needed = is_needed or is_needed_by_cache
     if allow_is_causal_skip and not is_needed and (local_size is not None or mask_function is causal_mask_function):
         padding: Tensor | None = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         if padding is None or is_all_true(padding := padding[:, kv_offset : kv_offset + kv_length]):
@@ -79,6 +80,8 @@ def make_layer_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
         allow_is_causal_skip=False, **options,
     )  # fmt: skip
+    if mask is not None and local_size is not None and not is_needed_by_cache and has_values(mask):
+        mark_band(mask)  # once for all layers of a kind
     return mask
 
 
@@ -160,6 +163,8 @@ def describe_sequence(h: Tensor, mask: Any, cache: GroupedCache | None = None) -
     mask = normalize_mask(mask)
     if mask is None:
         return Sequence(start=(before - past).expand(batch, length))
+    if not past and (reach := band_reach(mask)):
+        return Sequence(before.expand(batch, length), allowed=mask, reach=reach)
     if mask.shape[-1] < past + length or mask.shape[0] not in (1, batch):
         raise UserError(f"attention_mask must have {past + length} columns, past and new (got {mask.shape[-1]}).")
     mask = mask[..., : past + length]  # that of a preallocated cache is wider

@@ -71,6 +71,7 @@ class Backend(ABC):
     device: str
     place: str  # where it runs, in words
     dtypes: tuple[torch.dtype, ...]
+    takes_reach = False  # serves sliding layers of the base model
 
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
         """Return why it does not serve, as words after its name; None where it serves."""

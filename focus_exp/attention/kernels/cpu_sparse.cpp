@@ -284,7 +284,7 @@ struct Layout {
 
 struct Problem {
   int64_t B, H, G, T, Y, share, dk, dv, groups;  // Y: heads with groups of their own; dk, dv: padded head sizes
-  int64_t window, sinks, rows;                   // rows: queries of a task
+  int64_t window, sinks, reach, rows;            // reach: a query sees keys at a smaller distance; rows: queries of a task
   Scores scores;
   Source q, k, v;
   std::vector<int64_t> begin, end;  // the tokens of each sequence that are no padding
@@ -292,9 +292,9 @@ struct Problem {
   const Isa* isa;
 
   Problem(const Tensor& q_, const Tensor& k_, const Tensor& v_, const optional<Tensor>& query_groups, const optional<Tensor>& key_groups,
-          const optional<Tensor>& span, int64_t window_, int64_t sinks_, double scaling, double softcap)
+          const optional<Tensor>& span, int64_t window_, int64_t sinks_, int64_t reach_, double scaling, double softcap)
       : B(q_.size(0)), H(q_.size(1)), G(k_.size(1)), T(q_.size(2)), Y(1), share(H / G), dk(padded(q_.size(3))), dv(padded(v_.size(3))),
-        groups(0), window(window_), sinks(sinks_), q(q_), k(k_), v(v_), isa(chosen->isa) {
+        groups(0), window(std::min(window_, reach_ - 1)), sinks(sinks_), reach(std::min(reach_, T)), q(q_), k(k_), v(v_), isa(chosen->isa) {
     TORCH_CHECK(q_.device().is_cpu() && k_.device().is_cpu() && v_.device().is_cpu(), "tensors must be on the CPU");
     TORCH_CHECK(q_.scalar_type() == at::kFloat || q_.scalar_type() == at::kBFloat16, "q must be float32 or bfloat16");
     TORCH_CHECK(k_.scalar_type() == q_.scalar_type() && v_.scalar_type() == q_.scalar_type(), "q, k and v must have one dtype");
@@ -441,18 +441,22 @@ template <class Meet> void visit(const Problem& p, const Layout& x, int64_t s0, 
   }
   if (p.sinks && s1 - 1 > p.window) {
     m.n = 0;
-    for (int64_t i = std::max(s0, p.window + 1); i < s1; i++) m.add(i - s0, p.share, 0, std::min(p.sinks, i - p.window));
-    meet(0, (m.hi[m.n - 1] + 15) / 16, false);
+    for (int64_t i = std::max(s0, p.window + 1); i < std::min(s1, p.sinks + p.reach - 1); i++)
+      m.add(i - s0, p.share, std::max<int64_t>(0, i - p.reach + 1), std::min(p.sinks, i - p.window));
+    if (m.n) meet(0, (m.hi[m.n - 1] + 15) / 16, false);
   }
   for (int j = 0; j < x.kinds(); j++) {
     m.n = 0;
     const int *tokens = &x.order[x.offset[j]], count = x.offset[j + 1] - x.offset[j];
-    int seen = x.end_before(j, s0 - p.window);
+    int gone = x.end_before(j, s0 - p.reach + 1), seen = x.end_before(j, s0 - p.window), first = 0;
     for (int64_t i = std::max(s0, p.window + 1); i < s1; i++) {
+      while (gone < count && tokens[gone] <= i - p.reach) gone++;
       while (seen < count && tokens[seen] < i - p.window) seen++;
-      if (seen && (x.reads[i] & x.bits[j])) m.add(i - s0, p.share, 0, seen);
+      if (gone >= seen || !(x.reads[i] & x.bits[j])) continue;
+      if (!m.n) first = gone / 16 * 16;
+      m.add(i - s0, p.share, gone - first, seen - first);
     }
-    if (m.n) meet(int64_t(x.block[j]) * 16, (m.hi[m.n - 1] + 15) / 16, true);
+    if (m.n) meet(int64_t(x.block[j]) * 16 + first, (m.hi[m.n - 1] + 15) / 16, true);
   }
 }
 
@@ -520,9 +524,10 @@ void forward(const Problem& p, Function attend, const float* sink_logits, Tensor
 
 // Output [B, T, H, Dv] and natural logsumexp [B, H, T] of q [B, H, T, D], k and v [B, G, T, D]; zeros and -inf at padding.
 // query_groups, key_groups [B, 1 or G, T, K] bool, None for full attention; span [B, 2]: the tokens that are no padding.
+// A query i sees no key j with i - j >= reach, sinks or not.
 std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& query_groups, const optional<Tensor>& key_groups,
-                                  const optional<Tensor>& span, const optional<Tensor>& sink_logits, int64_t window, int64_t sinks, double scaling, double softcap) {
-  Problem p(q, k, v, query_groups, key_groups, span, window, sinks, scaling, softcap);
+                                  const optional<Tensor>& span, const optional<Tensor>& sink_logits, int64_t window, int64_t sinks, int64_t reach, double scaling, double softcap) {
+  Problem p(q, k, v, query_groups, key_groups, span, window, sinks, reach, scaling, softcap);
   Tensor out = span ? at::zeros({p.B, p.T, p.H, v.size(3)}, q.options()) : at::empty({p.B, p.T, p.H, v.size(3)}, q.options());
   Tensor lse = at::empty({p.B, p.H, p.T}, q.options().dtype(at::kFloat));
   if (span) lse.fill_(-INFINITY);
@@ -548,8 +553,8 @@ struct BackwardScratch {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, const optional<Tensor>& query_groups,
     const optional<Tensor>& key_groups, const optional<Tensor>& span, const optional<Tensor>& asks, const optional<Tensor>& answers, int64_t window,
-    int64_t sinks, double scaling, double softcap) {
-  Problem p(q, k, v, query_groups, key_groups, span, window, sinks, scaling, softcap);
+    int64_t sinks, int64_t reach, double scaling, double softcap) {
+  Problem p(q, k, v, query_groups, key_groups, span, window, sinks, reach, scaling, softcap);
   const bool gated = asks && answers;
   const int64_t heads = p.B * p.G, groups = gated ? padded(p.groups) : 0, blocks = (p.T + p.rows - 1) / p.rows;
   const int64_t shards = std::clamp<int64_t>((2 * at::get_num_threads() + heads - 1) / std::max<int64_t>(heads, 1), 1, std::min<int64_t>(blocks, 4));
@@ -865,8 +870,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& h, const Tensor& weight, const Te
 
 TORCH_LIBRARY(focus_exp, m) {
   m.def("use_isa(str name) -> str", &use_isa);
-  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? sink_logits, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor)");
-  m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? asks, Tensor? answers, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? sink_logits, int window, int sinks, int reach, float scaling, float softcap) -> (Tensor, Tensor)");
+  m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? asks, Tensor? answers, int window, int sinks, int reach, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("route(Tensor h, Tensor weight, Tensor bias, Tensor importance_bias, Tensor limits, Tensor top_k, Tensor? penalty) -> (Tensor, Tensor)");
   m.def("decode(Tensor q, Tensor k, Tensor v, Tensor? reads, Tensor members, Tensor(a!)[] near, Tensor(b!)[] pool, Tensor table, Tensor groups, Tensor? sink_logits, int position, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, int)");
 }

@@ -38,6 +38,7 @@ THREADS = "-fopenmp"  # without it torch's headers run all tasks on one thread; 
 FLAGS = ["-O3", "-Wno-psabi", THREADS]
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_GROUPS = 64  # bits of a word
+NO_REACH = 1 << 40
 FULL_WINDOW = 64  # keys of full attention that meet a query under a mask; the rest meets it without
 FULL_FROM = 256  # tokens from which full attention is faster than torch's (AVX-512: 1.2 to 3 times)
 
@@ -52,6 +53,7 @@ class CpuSparse(Backend):
     device = "cpu"
     place = "the CPU"
     dtypes = DTYPES
+    takes_reach = True
 
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
         if reason := super().unsupported_reason(requirements):
@@ -72,11 +74,11 @@ class CpuSparse(Backend):
             pair = (selection.assignment, selection.effective_key_assignment)
             gates = [x if x.ndim == 4 else x[:, None] for x in pair]
         heads = max(x.shape[1] for x in groups)
-        if sequence.allowed is not None:
-            raise BackendUnsupported(f"backend={self.name} takes causal masks and padding alone; use backend=masked")
+        if sequence.allowed is not None and sequence.reach is None:
+            raise BackendUnsupported(f"backend={self.name} takes no such mask of the base model; use backend=masked")
         groups = [x.expand(-1, heads, -1, -1).contiguous() for x in groups]
         gates = [x if x is None else x.expand(-1, heads, -1, -1) for x in gates]
-        options = (args.window, args.sinks, args.scaling, args.softcap or 0.0)
+        options = (args.window, args.sinks, sequence.reach or NO_REACH, args.scaling, args.softcap or 0.0)
         return Attention.apply(q, k, v, *gates, args.sink_logits, groups, find_span(sequence), args.ste_slope, options)
 
 
@@ -98,9 +100,9 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
     return groups
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
-    """Compute causal attention `(B, H, T, D)` to all keys `(B, G, T, D)`."""
-    options = (FULL_WINDOW, 0, args.scaling, args.softcap or 0.0)
+def full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, reach: int | None = None) -> Tensor:
+    """Compute causal attention `(B, H, T, D)` to keys `(B, G, T, D)`: all, or those less than `reach` tokens before."""
+    options = (FULL_WINDOW, 0, reach or NO_REACH, args.scaling, args.softcap or 0.0)
     return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), None, None, options)
 
 
@@ -159,7 +161,7 @@ class Attention(torch.autograd.Function):
         groups: tuple[Tensor | None, Tensor | None],
         span: Tensor | None,
         ste_slope: float | None,
-        options: tuple[int, int, float, float],
+        options: tuple[int, int, int, float, float],
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         logits = None if sink_logits is None else sink_logits.float().contiguous()
