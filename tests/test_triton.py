@@ -17,7 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.kernels import KERNELS, BackendUnsupported, KernelRequirements, contract, gpu_sparse
+from focus_exp.attention.kernels import (
+    KERNELS,
+    BackendUnsupported,
+    KernelRequirements,
+    contract,
+    cpu_sparse,
+    gpu_sparse,
+)
 from focus_exp.attention.kernels.gpu_sparse import Layout, Setup, Triton
 from focus_exp.attention.selection import (
     AttentionArgs,
@@ -87,9 +94,10 @@ def test_route_equals_the_encoders(counts, encoders, budget):
     with torch.no_grad():
         position = torch.arange(90) - sequence.start
         queries, keys = method.logits(h, position)
-        ours = gpu_sparse.route(h, method.encoder_weights(), sequence.start, 18, counts == "pair")
-        assert torch.equal(ours[0], method.select_query_groups(queries))
-        assert torch.equal(ours[1].long().argmax(-1), keys.argmax(-1)) and (ours[1].sum(-1) == 1).all()
+        for kernel in (gpu_sparse, *([cpu_sparse] if cpu_sparse.unavailable_reason() is None else [])):
+            ours = kernel.route(h, method.encoder_weights(), sequence.start, 18, counts == "pair")
+            assert torch.equal(ours[0], method.select_query_groups(queries))
+            assert torch.equal(ours[1].long().argmax(-1), keys.argmax(-1)) and (ours[1].sum(-1) == 1).all()
         weights = method.encoder_weights()
         assert method.encoder_weights() is weights
         method.worth += 1

@@ -13,7 +13,7 @@ from focus_exp.attention.kernels import cpu_sparse, gpu_sparse
 from focus_exp.attention.kernels.contract import EncoderWeights
 from focus_exp.attention.options import FULL, WINDOW, EncoderTraining, FocusDualOptions
 from focus_exp.attention.router import cast_chunks, disable_autocast
-from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, top_k_groups
+from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, distant_keys, top_k_groups
 
 KERNELS = {"cpu": cpu_sparse, "cuda": gpu_sparse}
 UNSET = torch.finfo(torch.float32).max  # a threshold before any fit: a query reads its top_k groups
@@ -125,11 +125,10 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
 
     def normalize_lengths(self, counts: str, scores: Tensor, position: Tensor) -> Tensor:
         """Normalize scores `(B, n, T, K)` of queries at `position` `(B, T)` as `counts` compares them."""
-        return scores if counts != "pair" else scores - self.distant_keys(position).log1p()[:, None, :, None]
-
-    def distant_keys(self, position: Tensor) -> Tensor:
-        """Count the keys beyond window and sinks of queries at `position`, in the encoders' precision."""
-        return (position - self.window - self.sinks).clamp(min=0).to(self.mean.dtype)
+        if counts != "pair":
+            return scores
+        count = distant_keys(position, self.window + self.sinks).to(self.mean.dtype)
+        return scores - count.log1p()[:, None, :, None]
 
     def logits(self, h: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return group scores of queries and logits of keys `(B, n, T, K)`, in the encoders' precision.

@@ -175,9 +175,9 @@ def mark_band(mask: Tensor) -> None:
     if mask.device.type != "cpu" or mask.shape[-2] != length:  # where no kernel takes it, nothing waits for the device
         return
     reach = int(mask[0, 0, -1].sum())
-    ones = torch.ones(length, length, dtype=torch.bool, device=mask.device)
-    if torch.equal(mask, ones.tril().triu(1 - reach).expand_as(mask)):
-        mask.reach = reach  # type: ignore[attr-defined]
+    band = causal_mask(slice(0, length), length, mask.device).triu(1 - reach)
+    if torch.equal(mask, band.expand_as(mask)):
+        mask.reach = reach  # type: ignore[attr-defined]  # tensors take attributes; torch's annotations do not say so
 
 
 def band_reach(mask: Tensor | None) -> int | None:
@@ -272,6 +272,11 @@ def unpadded_mask(sequence: Sequence, rows: slice) -> Tensor:
     return mask.expand(len(sequence.start), -1, -1)
 
 
+def distant_keys(position: Tensor, local: int) -> Tensor:
+    """Count the keys beyond `local` tokens of window and sinks of queries at `position` in their sequences."""
+    return (position - local).clamp(min=0)
+
+
 def group_mask(selection: Selection, rows: slice, length: int) -> Tensor:
     """Return `(B, t, S)` bool: query and key have a group in common."""
     assert selection.query_groups is not None and selection.key_groups is not None
@@ -334,7 +339,7 @@ def count_unpadded_pairs(selection: Selection | None, sequence: Sequence, window
     batch, length = sequence.start.shape
     reach = min(sequence.reach or length, length)
     width = min(window + 1, reach)
-    total = batch * sum(length - d for d in range(reach))
+    total = batch * reach * (2 * length - reach + 1) // 2
     # of each sink the queries that see it beyond their window
     distant_sinks = [slice(s + width, min(s + reach, length)) for s in range(min(sinks, length - width))]
     local = sum(length - d for d in range(width)) + sum(x.stop - x.start for x in distant_sinks)

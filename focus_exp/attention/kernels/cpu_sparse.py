@@ -29,7 +29,7 @@ from focus_exp.attention.kernels.contract import (
     EncoderWeights,
     KernelRequirements,
 )
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
+from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, distant_keys
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
     """
     penalty = None
     if is_pair:
-        distant = (torch.arange(h.shape[1]) - start - local).clamp(min=0)
-        penalty = distant.expand(h.shape[:2]).float().log1p().contiguous()
+        count = distant_keys(torch.arange(h.shape[1]) - start, local)
+        penalty = count.expand(h.shape[:2]).float().log1p().contiguous()
     groups: tuple[Tensor, Tensor] = load_operators().route(
         h, weights.packed, weights.bias, weights.worth_bias, weights.limits, weights.top_k, penalty
     )
