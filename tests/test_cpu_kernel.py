@@ -96,6 +96,24 @@ def test_dense_attention_takes_the_kernel_from_its_length(monkeypatch, length, t
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize(
+    ("padding", "served"), [(slice(19), 1), (slice(200, 256), 1), (slice(100, 101), 0)], ids=["left", "right", "inside"]
+)
+def test_dense_attention_takes_the_kernel_with_padding(monkeypatch, padding, served):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 256, 16), *torch.randn(2, 2, 2, 256, 16)
+    valid = torch.ones(2, 256, dtype=torch.bool)
+    valid[0, padding] = False
+    calls, kernel = [], cpu_sparse.full_attention
+    monkeypatch.setattr(cpu_sparse, "full_attention", lambda *x: calls.append(1) or kernel(*x))
+    args = AttentionArgs(0.25, softcap=1.5, sink_logits=torch.randn(4))
+    out = dense.full_attention(q, k, v, valid[:, None, None], args)
+    assert len(calls) == served
+    monkeypatch.setattr(cpu_sparse, "is_fastest_full_attention", lambda *_: False)
+    masked = dense.full_attention(q, k, v, valid[:, None, None], args)
+    torch.testing.assert_close(out.transpose(1, 2)[valid], masked.transpose(1, 2)[valid])
+
+
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()

@@ -142,9 +142,11 @@ def full_attention(
         block: queries at a time, where torch has no kernel.
     """
     length, new = k.shape[2], q.shape[2]
-    reach = band_reach(mask)
-    if is_causal and (mask is None or reach) and cpu_sparse.is_fastest_full_attention(q, k, v, args):
-        return cpu_sparse.full_attention(q, k, v, args, reach)
+    if is_causal and cpu_sparse.is_fastest_full_attention(q, k, v, args):
+        reach = band_reach(mask)
+        span = None if mask is None or mask.shape[2] > 1 else cpu_sparse.padding_span(mask[:, 0, 0].expand(len(q), -1))
+        if mask is None or reach or span is not None:
+            return cpu_sparse.full_attention(q, k, v, args, reach, span)
     add_causal = is_causal and new > 1 and (mask is None or mask.shape[2] < new)
     if mask is None and args.softcap is None and args.sink_logits is None and not (add_causal and new < length):
         return F.scaled_dot_product_attention(

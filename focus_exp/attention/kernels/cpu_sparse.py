@@ -100,10 +100,16 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
     return groups
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, reach: int | None = None) -> Tensor:
-    """Compute causal attention `(B, H, T, D)` to keys `(B, G, T, D)`: all, or those less than `reach` tokens before."""
+def full_attention(
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, reach: int | None = None, span: Tensor | None = None
+) -> Tensor:
+    """Compute causal attention `(B, H, T, D)` to keys `(B, G, T, D)`: all, or those less than `reach` tokens before.
+
+    Args:
+        span: see `padding_span`.
+    """
     options = (FULL_WINDOW, 0, reach or NO_REACH, args.scaling, args.softcap or 0.0)
-    return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), None, None, options)
+    return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), span, None, options)
 
 
 def is_fastest_full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
@@ -137,13 +143,23 @@ def find_span(sequence: Sequence) -> Tensor | None:
         if bool(start.any()):
             raise BackendUnsupported("the CPU kernel takes one sequence a row; use backend=masked")
         return None
+    span = padding_span(valid)
+    if span is None or bool((valid & (start != span[:, :1])).any()):
+        raise BackendUnsupported("the CPU kernel takes one sequence a row, without padding inside; use backend=masked")
+    return span
+
+
+def padding_span(valid: Tensor) -> Tensor | None:
+    """Return `(B, 2)` int, the first token of each row and the end of its tokens; None with padding between them.
+
+    Args:
+        valid: `(B, T)` bool, False on padding.
+    """
     begin = valid.byte().argmax(1)
     end = begin + valid.sum(1)
     place = torch.arange(valid.shape[1], device=valid.device)
     inside = (place >= begin[:, None]) & (place < end[:, None])
-    if not torch.equal(inside, valid) or bool((inside & (start != begin[:, None])).any()):
-        raise BackendUnsupported("the CPU kernel takes one sequence a row, without padding inside; use backend=masked")
-    return torch.stack([begin, end], 1)
+    return torch.stack([begin, end], 1) if torch.equal(inside, valid) else None
 
 
 class Attention(torch.autograd.Function):
