@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
@@ -57,18 +58,20 @@ def report_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure | Non
 
 
 def frontier(points: pd.DataFrame) -> Figure | None:
-    """Plot perplexity change against density at one length, a curve a method, a panel a model and text."""
+    """Plot perplexity change against density at one length: a curve a method, a column a model, a row a text."""
     known = points[points.method.isin(FAMILIES) & (points.sparsity > 0)]
     known = known[(known.tokens == FRONTIER_LENGTH) & (known.experiment == "frontier")]
     if known.empty:
         return None
-    panels = list(known.groupby(["model", "data"], sort=False))
+    texts, models = known["data"].unique(), known.model.unique()
     figure, axes = make_figure(
         f"Perplexity change against density of the causal QK pairs at {FRONTIER_LENGTH:,} tokens (95 % CI; lower left "
-        "is better)", 4.8, ncols=len(panels), sharey=True, squeeze=False,
+        "is better)", 4.4 * len(texts), nrows=len(texts), ncols=len(models), sharey=True, squeeze=False,
     )  # fmt: skip
-    several, ends = known["data"].nunique() > 1, dict[Axes, list[tuple[str, str, float, float]]]()
-    for ax, ((model, data), panel) in zip(axes.flat, panels, strict=True):
+    ends = dict[Axes, list[tuple[str, str, float, float]]]()
+    for ax, (data, model) in zip(axes.flat, itertools.product(texts, models), strict=True):
+        panel = known[(known["data"] == data) & (known.model == model)]
+        ax.set_visible(len(panel) > 0)
         for method, color in zip(FAMILIES, COLORS, strict=True):
             curve = panel[panel.method == method].sort_values("density")
             x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
@@ -77,11 +80,16 @@ def frontier(points: pd.DataFrame) -> Figure | None:
             if len(curve):
                 ends.setdefault(ax, []).append((method, color, x[-1], y[-1]))
         ax.axhline(0, color="black", linewidth=1)
-        ax.set(title=f"{model}, {data}" if several else model, xlabel="density of the QK pairs [%]")
+        ax.set_title("\n".join([model, *(wrap(data, 44) if len(texts) > 1 else [])]), fontsize=8.5)
+        ax.set(xlabel="density of the QK pairs [%]")
         ax.set(xlim=(0, 145), xticks=range(0, 101, 20))  # with room for the names
     first = axes.flat[0]
     first.set_yscale("symlog", linthresh=1)
-    first.set(ylabel="perplexity change [%]", ylim=(-0.1, 1.2 * known.high.fillna(known.change).max()))
+    first.set_ylim(-0.1, 1.2 * known.high.fillna(known.change).max())
+    for row in axes:
+        leftmost = next(ax for ax in row if ax.get_visible())
+        leftmost.set_ylabel("perplexity change [%]")
+        leftmost.tick_params(labelleft=True)
     first.set_yticks([tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < first.get_ylim()[1]])
     first.yaxis.set_major_formatter("{x:g}")
     first.yaxis.set_minor_locator(NullLocator())
