@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
@@ -80,7 +81,8 @@ def frontier(points: pd.DataFrame) -> Figure | None:
             if len(curve):
                 ends.setdefault(ax, []).append((method, color, x[-1], y[-1]))
         ax.axhline(0, color="black", linewidth=1)
-        ax.set_title("\n".join([model, *(wrap(data, 44) if len(texts) > 1 else [])]), fontsize=8.5)
+        text = re.sub(r"^package:([^/]+)/.*", r"source of \1", data)
+        ax.set_title("\n".join([model, *(wrap(text, 44) if len(texts) > 1 else [])]), fontsize=8.5)
         ax.set(xlabel="density of the QK pairs [%]")
         ax.set(xlim=(0, 145), xticks=range(0, 101, 20))  # with room for the names
     first = axes.flat[0]
