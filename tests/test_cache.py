@@ -21,7 +21,7 @@ from focus_exp.assets import cache_root
 from focus_exp.attention import kv_cache
 from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
-from focus_exp.attention.kv_cache import SPARE, GroupedCache, GroupedKVPool
+from focus_exp.attention.kv_cache import GROWTH, SPARE, GroupedCache, GroupedKVPool
 from focus_exp.attention.selection import AttentionArgs, Sequence, causal_mask, group_mask, local_mask, select
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
@@ -271,7 +271,7 @@ def test_pool_append_amortizes_copies():
         pool.append([x[:, begin:stop] for x in (keys, -keys, index, members)], pooled[:, begin:stop])
         rooms.add(len(pool.tensors[0]))
     assert len(rooms) < 25
-    assert len(pool.tensors[0]) <= int(pool.table[:, 3].sum()) * 1.25 + 2 * SPARE
+    assert len(pool.tensors[0]) <= int(pool.table[:, 3].sum()) * (1 + 1 / GROWTH) + 2 * SPARE
     assert {kind for _, kind, _ in pool.iter_buckets()} == {(0,), (1, 2)}
     for _, kind, stored in pool.iter_buckets():
         found, negative, places = (x[stored] for x in pool.tensors)
@@ -288,7 +288,7 @@ def test_grouped_cache_bytes_grow_with_tokens(tiny_model):
     for length in (200, 400):
         steps = length - cache.get_seq_length()
         _, cache = run_in_chunks(model, make_tokens(1, steps), [1] * steps, cache=cache)
-        room = length / 4 + 4 * SPARE + 2 * 6 + SPARE  # of the buckets, and of the window
+        room = length / GROWTH + 4 * SPARE + 2 * 6 + SPARE  # of the buckets, and of the window
         assert (
             layers * token * length <= sum(x.bytes for x in grouped_caches(cache)) <= layers * token * (length + room)
         )

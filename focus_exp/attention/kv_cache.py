@@ -26,8 +26,8 @@ from focus_exp.attention.selection import (
 )
 
 BLOCK = 256  # queries at a time
-SPARE = 64  # tokens that a bucket can grow by before it moves
-GROWTH = 4  # plus a quarter of those it holds
+SPARE = 8  # tokens that a bucket can grow by before all move
+GROWTH = 8  # plus an eighth of those it holds
 
 GroupSet = tuple[int, ...]  # groups of a key, ascending
 
