@@ -75,6 +75,7 @@ def test_differences_contain_golden_seeds(content):
     ours = several[["nll_change", "nll_change_low", "nll_change_high"]].to_numpy(float)
     for row in golden[["mean_delta_nll", "low_delta_nll", "high_delta_nll"]].to_numpy(float):
         assert (abs(ours - row).max(axis=1) < 1e-9).any()
+    assert len(several) == len(golden)
 
 
 def test_power_contains_golden(content):
