@@ -24,6 +24,12 @@ from focus_exp.attention.selection import (
 )
 
 BLOCK = 256  # queries at a time
+GPU_BLOCK_PAIRS = 2**24  # pairs of a sequence at a time on a GPU, where many small blocks cost their launches
+
+
+def block_size(q: Tensor, keys: int) -> int:
+    """Return how many of the queries q `(B, H, T, D)` to score at a time against this many keys."""
+    return BLOCK if q.device.type == "cpu" else max(BLOCK, GPU_BLOCK_PAIRS // keys)
 
 
 def scores(q: Tensor, k: Tensor, args: AttentionArgs, added: Tensor | float = 0.0) -> Tensor:
@@ -89,7 +95,7 @@ def blocked_attention(
     selection: Selection,
     sequence: Sequence,
     args: AttentionArgs,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Tensor:
     """Compute `reference_attention` in the tensors' precision, in memory O(block * T) per head.
 
@@ -97,12 +103,12 @@ def blocked_attention(
         q: `(B, H, T, D)`.
         k, v: `(B, G, T, D)`.
         selection: soft routing without memberships, hard routing with them; of neither, window and sinks alone.
-        block: queries at a time.
+        block: queries at a time; None chooses by device.
     """
     g = selection.assignment if selection.is_soft or args.ste_slope is not None else None
     g_keys = None if g is None else selection.effective_key_assignment
     outputs = []
-    for rows in row_blocks(q.shape[2], block):
+    for rows in row_blocks(q.shape[2], block or block_size(q, k.shape[2])):
         length = rows.stop
         local = local_mask(sequence, rows, length, args.window, args.sinks)
         keep = base_mask_or_self(sequence, rows, length)
@@ -130,7 +136,7 @@ def full_attention(
     args: AttentionArgs,
     is_causal: bool = True,
     *,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Tensor:
     """Compute the base model's own attention `(B, H, t, D)`.
 
@@ -139,7 +145,7 @@ def full_attention(
         k, v: `(B, G, S, D)`.
         mask: `(B or 1, 1, t, S)` bool, the pairs a query sees; or `(B, 1, 1, S)` bool, the keys that are not padding;
             or None, where nothing is masked. The last two are combined with causality if `is_causal`.
-        block: queries at a time, where torch has no kernel.
+        block: queries at a time, where torch has no kernel; None chooses by device.
     """
     length, new = k.shape[2], q.shape[2]
     if is_causal and cpu_sparse.is_fastest_full_attention(q, k, v, args):
@@ -154,7 +160,7 @@ def full_attention(
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
     outputs = []
-    for rows in row_blocks(new, block):
+    for rows in row_blocks(new, block or block_size(q, length)):
         positions = slice(length - new + rows.start, length - new + rows.stop)
         keep = torch.ones(1, 1, 1, length, dtype=torch.bool, device=q.device) if mask is None else mask
         keep = keep[:, :, rows] if keep.shape[2] == new else keep

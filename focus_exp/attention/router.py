@@ -138,11 +138,12 @@ def balance_potential(
         sharpness: above 1 balances the sharpened assignment, which tends to the counts of hard routing.
     """
     rows = logits.reshape(-1, logits.shape[-1]) if valid is None else logits[valid]
+    log_tokens, log_groups = torch.tensor([float(size) for size in rows.shape]).log()
     potential = start
     for _ in range(iterations if len(rows) else 0):
-        mass = ((rows + potential) * sharpness).log_softmax(-1).logsumexp(0) - torch.log(torch.tensor(float(len(rows))))
+        mass = ((rows + potential) * sharpness).log_softmax(-1).logsumexp(0) - log_tokens
         # damped by the sharpness: a potential moves sharpened masses that much faster
-        potential = potential - (mass + torch.log(torch.tensor(float(rows.shape[-1])))) / sharpness
+        potential = potential - (mass + log_groups) / sharpness
     return potential - potential.mean()
 
 
