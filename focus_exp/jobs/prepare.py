@@ -15,9 +15,10 @@ from focus_exp.assets import cache_root
 from focus_exp.attention.kernels import KERNELS, KernelRequirements
 from focus_exp.config import Config, ModelConfig
 from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpus
+from focus_exp.data.long_range import is_long_range
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
-from focus_exp.evaluation.benchmarks import BenchmarkEvaluator, is_perplexity
+from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import base_overrides, compose_base, needs_base
 from focus_exp.jobs.resume import finished_record
@@ -116,8 +117,8 @@ def shared_folder(run: Run, cache: Path) -> Path:
         settings, name="", controls=True, top_k=[], adapters=[], fit_variants=[], request_batch_size=1,
         batch_size=1,
     )  # fmt: skip
-    has_tasks = any(not is_perplexity(task) for task in settings.tasks)  # maybe of the long-range suite
-    window = (settings.long_range_distance or config.attention.window) if has_tasks else None
+    has_suite = any(is_long_range(task) for task in settings.tasks)
+    window = (settings.long_range_distance or config.attention.window) if has_suite else None
     fingerprints = run.record.model["fingerprint"], run.record.data["fingerprint"]
     key = [config.model, settings, window, run.precision.name, run.precision.device.type, config.seed, *fingerprints]
     return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
