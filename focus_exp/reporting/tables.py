@@ -28,6 +28,8 @@ def frontier(results: Results) -> pd.DataFrame:
     longer = select(complete, {"source": "benchmarks", "metric": "score_change", "task": f"{LONG_TEXT}*"})
     rows = []
     for row in [*aggregate_seeds(at_length), *aggregate_seeds(longer)]:
+        if row.attention == "focus_dual" and row.steps:  # after its fit
+            row = row.replace(variant=f"{row.variant}, {row.steps} steps")
         family = next((name for name, variants in FAMILIES.items() if row.variant in variants), None)
         tokens = int(row.task.removeprefix(LONG_TEXT)) if row.task else row.seq_len
         repeated = row.task and tokens == row.seq_len and row.experiment == "long_context"  # scored as rows as well
