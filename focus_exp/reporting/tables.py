@@ -183,6 +183,24 @@ def _difference(row: Row) -> dict[str, Any]:
     }
 
 
+def recall(results: Results) -> pd.DataFrame:
+    """Return the fraction of items [%] that each method answers where the answer or the examples are far back.
+
+    Columns: score, base: per cent; change, low, high: points.
+    """
+    cells = {"experiment": "recall", "source": "benchmarks", "metric": "score_change", "unit": "fraction"}
+    rows = aggregate_seeds(select(results.complete, cells))
+    return pd.DataFrame(
+        {
+            "model": row.model, "data": row.data, "task": row.task, "metric": row.task_metric, "variant": row.variant,
+            "sparsity": row.sparsity, "score": 100 * row.level, "base": 100 * row.reference_level,
+            "change": 100 * row.value, "low": 100 * row.low, "high": 100 * row.high, "items": row.n_units,
+            "seeds": len(row.seeds), "run": row.members[0].run,
+        }
+        for row in rows
+    )  # fmt: skip
+
+
 def power(claims: pd.DataFrame) -> pd.DataFrame:
     """Return deviations and required sample sizes behind the claims."""
     rows = {id: row for id, row in claims.attrs["rows"].items() if row.source == "rows" and row.deviation}
@@ -221,5 +239,5 @@ def runs(results: Results) -> pd.DataFrame:
 
 OWN_TABLES: dict[str, Callable[[Results], pd.DataFrame]] = {
     "methods": methods, "models": models, "frontier": frontier, "speed": speed, "differences": differences,
-    "pitfalls": pitfalls, "runs": runs,
+    "recall": recall, "pitfalls": pitfalls, "runs": runs,
 }  # fmt: skip
