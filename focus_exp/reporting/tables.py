@@ -194,7 +194,7 @@ def recall(results: Results) -> pd.DataFrame:
         {
             "model": row.model, "data": row.data, "task": row.task, "metric": row.task_metric, "variant": row.variant,
             "sparsity": row.sparsity, "score": 100 * row.level, "base": 100 * row.reference_level,
-            "change": 100 * row.value, "low": 100 * row.low, "high": 100 * row.high, "items": row.n_units,
+            "change": 100 * row.value, "low": 100 * row.low, "high": 100 * row.high, "units": row.n_units,
             "seeds": len(row.seeds), "run": row.members[0].run,
         }
         for row in rows
