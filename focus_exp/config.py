@@ -333,6 +333,11 @@ class Config:
         return self.attention if isinstance(self.attention, DualConfig) else None
 
     @property
+    def answer_distance(self) -> int:
+        """Return the distance [tokens] that answers of the long-range suite lie beyond."""
+        return self.eval.long_range_distance or self.attention.window
+
+    @property
     def fitting(self) -> FitOptions | None:
         """Return attention.* of a method that is fitted to the base before any phase; None for other methods."""
         attention = self.attention

@@ -135,8 +135,6 @@ def full_attention(
     mask: Tensor | None,
     args: AttentionArgs,
     is_causal: bool = True,
-    *,
-    block: int | None = None,
 ) -> Tensor:
     """Compute the base model's own attention `(B, H, t, D)`.
 
@@ -145,7 +143,6 @@ def full_attention(
         k, v: `(B, G, S, D)`.
         mask: `(B or 1, 1, t, S)` bool, the pairs a query sees; or `(B, 1, 1, S)` bool, the keys that are not padding;
             or None, where nothing is masked. The last two are combined with causality if `is_causal`.
-        block: queries at a time, where torch has no kernel; None chooses by device.
     """
     length, new = k.shape[2], q.shape[2]
     if is_causal and cpu_sparse.is_fastest_full_attention(q, k, v, args):
@@ -160,7 +157,7 @@ def full_attention(
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
     outputs = []
-    for rows in row_blocks(new, block or block_size(q, length)):
+    for rows in row_blocks(new, block_size(q, length)):
         positions = slice(length - new + rows.start, length - new + rows.stop)
         keep = torch.ones(1, 1, 1, length, dtype=torch.bool, device=q.device) if mask is None else mask
         keep = keep[:, :, rows] if keep.shape[2] == new else keep

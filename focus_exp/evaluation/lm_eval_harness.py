@@ -264,9 +264,7 @@ def load_task(name: str, config: Config, cache: Path) -> tuple[TaskDict, str]:
     """
     kind, _, words = name.partition("@")
     if is_long_range(name):
-        suite = build_suite(
-            cache, config.eval.long_range_distance or config.attention.window, int(words) if words else None
-        )
+        suite = build_suite(cache, config.answer_distance, int(words) if words else None)
         tasks = read_task(TaskManager(include_defaults=False), task_config(suite, kind, name))
         return tasks, f"long-range suite {suite.digest[:12]} of {suite.shape.words} words"
     with redirect_datasets(config.assets, cache) as sources:

@@ -63,6 +63,6 @@ def build_tasks(config: Config) -> None:
 
     Its answers are further back than `eval.long_range_distance` tokens, or than the attention's window.
     """
-    window = config.eval.long_range_distance or config.attention.window
+    window = config.answer_distance
     suite = build_suite(cache_root(config.cache_dir), window)
     print(f"long-range suite for a window of {window}: {suite.folder}\nsha256 {suite.digest}")

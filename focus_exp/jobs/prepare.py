@@ -117,10 +117,9 @@ def shared_folder(run: Run, cache: Path) -> Path:
         settings, name="", controls=True, top_k=[], adapters=[], fit_variants=[], request_batch_size=1,
         batch_size=1,
     )  # fmt: skip
-    has_suite = any(is_long_range(task) for task in settings.tasks)
-    window = (settings.long_range_distance or config.attention.window) if has_suite else None
+    distance = config.answer_distance if any(map(is_long_range, settings.tasks)) else None
     fingerprints = run.record.model["fingerprint"], run.record.data["fingerprint"]
-    key = [config.model, settings, window, run.precision.name, run.precision.device.type, config.seed, *fingerprints]
+    key = [config.model, settings, distance, run.precision.name, run.precision.device.type, config.seed, *fingerprints]
     return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.aggregate import SMALL_EFFECT, Row, aggregate_seeds, root_mean_square
+from focus_exp.reporting.aggregate import SMALL_EFFECT, Row, aggregate_seeds, mean_of, root_mean_square
 from focus_exp.reporting.format import to_percent
 from focus_exp.reporting.load import Results, read_yaml, select
 from focus_exp.reporting.paper_tables import BASE
@@ -186,14 +186,15 @@ def _difference(row: Row) -> dict[str, Any]:
 def recall(results: Results) -> pd.DataFrame:
     """Return the fraction of items [%] that each method answers where the answer or the examples are far back.
 
-    Columns: score, base: per cent; change, low, high: points.
+    Columns: score, base: per cent; change, low, high: points; units: documents of the suite, else items.
     """
     cells = {"experiment": "recall", "source": "benchmarks", "metric": "score_change", "unit": "fraction"}
     rows = aggregate_seeds(select(results.complete, cells))
     return pd.DataFrame(
         {
             "model": row.model, "data": row.data, "task": row.task, "metric": row.task_metric, "variant": row.variant,
-            "sparsity": row.sparsity, "score": 100 * row.level, "base": 100 * row.reference_level,
+            "sparsity": row.sparsity, "score": 100 * mean_of(member.level for member in row.members),
+            "base": 100 * mean_of(member.reference_level for member in row.members),
             "change": 100 * row.value, "low": 100 * row.low, "high": 100 * row.high, "units": row.n_units,
             "seeds": len(row.seeds), "run": row.members[0].run,
         }
