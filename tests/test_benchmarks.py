@@ -314,6 +314,17 @@ def test_interrupted_benchmarks_resume_to_the_same_rows(measure, monkeypatch, tm
     assert ran[8:] == [("words", HARD)]
 
 
+def test_results_of_the_suite_are_of_items_at_one_distance(measure, monkeypatch):
+    ran, real = [], benchmarks.BenchmarkEvaluator.run
+    monkeypatch.setattr(benchmarks.BenchmarkEvaluator, "run", lambda *args: ran.append(args[1:]) or real(*args))
+    monkeypatch.setattr(benchmarks, "is_long_range", lambda task: task == "words")
+    measure(["words", "choice"], controls=False, long_range_distance=8)
+    measure(["words", "choice"], controls=False, long_range_distance=8)
+    assert len(ran) == 4
+    measure(["words", "choice"], controls=False, long_range_distance=9)
+    assert {task for _, task in ran[4:]} == {"words"} and len(ran) == 6
+
+
 @pytest.mark.parametrize(("failing", "words"), [("long", ["901", "512"]), ("wrong_label", ["label"])])
 def test_task_that_fails_is_an_error_next_to_the_others(measure, failing, words):
     evaluator = measure([failing, "choice"], controls=False)

@@ -6,12 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from builders import primary, write_variants
-from running import only_run, records_of, run, succeed, tiny, without_attention, write_texts
+from conftest import build
+from running import fitting, only_run, records_of, run, succeed, tiny, without_attention, write_texts
 from scipy import stats
 
-from focus_exp.evaluation import perplexity
+from focus_exp.evaluation import benchmarks, perplexity
 from focus_exp.evaluation.controls import slug
 from focus_exp.jobs import compare as job
+from focus_exp.models.random import byte_tokenizer
 from focus_exp.reporting.check import find_inconsistent_run
 from focus_exp.reporting.load import load_results, load_run, select
 from focus_exp.results.losses import find_inconsistent, read_losses
@@ -215,6 +217,19 @@ def test_compare_base_is_measured_once_per_text(tmp_path, scored):
     assert not [m for m in records(tmp_path)[None].measurements if m.variant == "longer"]
     overwritten = run(*settings(tmp_path, **other), "overwrite=true")
     assert "variant 6 of 6: longer" in overwritten.out
+
+
+def test_base_is_scored_once_for_other_tasks_and_seeds(tmp_path, scored, monkeypatch):
+    monkeypatch.setattr(benchmarks, "score", perplexity.score)
+    build("tiny_llama").save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    command = [*fitting(*tiny(tmp_path), "attention=window", "recipe=none"), f"model.path={tmp_path / 'model'}"]
+    succeed(*command, "eval.tasks=[perplexity@16]")
+    assert [name for name in scored if "base" in name] == ["base", "perplexity@16, base"]
+    succeed(*command, "eval.tasks=[perplexity@16,perplexity@24]", "seed=1")
+    assert [name for name in scored if "base" in name][2:] == ["perplexity@24, base"]
+    succeed(*command, "eval.tasks=[]", "assets=embedded")  # whose benchmarks have other items
+    assert [name for name in scored if "base" in name][3:] == ["base"]
 
 
 def test_compare_one_variant_ignores_mistakes_in_others(tmp_path):

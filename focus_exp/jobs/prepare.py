@@ -15,7 +15,6 @@ from focus_exp.assets import cache_root
 from focus_exp.attention.kernels import KERNELS, KernelRequirements
 from focus_exp.config import Config, ModelConfig
 from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpus
-from focus_exp.data.long_range import is_long_range
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
@@ -111,15 +110,14 @@ def prepare(run: Run) -> Setup:
 
 
 def shared_folder(run: Run, cache: Path) -> Path:
-    """Return where runs share the scores of the same unmodified model on the same text."""
+    """Return where runs share the scores of the same unmodified model on the same text, whatever else they score."""
     config, settings = run.config, run.config.eval
     settings = replace(
-        settings, name="", controls=True, top_k=[], adapters=[], fit_variants=[], request_batch_size=1,
-        batch_size=1,
+        settings, name="", controls=True, top_k=[], adapters=[], fit_variants=[], tasks=[], long_range_distance=None,
+        request_batch_size=1, batch_size=1,
     )  # fmt: skip
-    distance = config.answer_distance if any(map(is_long_range, settings.tasks)) else None
     fingerprints = run.record.model["fingerprint"], run.record.data["fingerprint"]
-    key = [config.model, settings, distance, run.precision.name, run.precision.device.type, config.seed, *fingerprints]
+    key = [config.model, config.assets, settings, run.precision.name, run.precision.device.type, *fingerprints]
     return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
