@@ -182,6 +182,7 @@ class DataConfig:
     seq_len: int = option(1024, least=2)
     max_train_tokens: int | None = option(None, least=1)
     max_test_tokens: int | None = option(None, least=1)
+    hidden_facts: bool = False
 
 
 @dataclass

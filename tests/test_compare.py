@@ -227,6 +227,7 @@ def test_base_is_scored_once_for_other_tasks_and_seeds(tmp_path, scored, monkeyp
     succeed(*command, "eval.tasks=[perplexity@16]")
     assert [name for name in scored if "base" in name] == ["base", "perplexity@16, base"]
     succeed(*command, "eval.tasks=[perplexity@16,perplexity@24]", "seed=1")
+    succeed(*command, "eval.tasks=[perplexity@24]", "data.hidden_facts=true")
     assert [name for name in scored if "base" in name][2:] == ["perplexity@24, base"]
     succeed(*command, "eval.tasks=[]", "assets=embedded")  # whose benchmarks have other items
     assert [name for name in scored if "base" in name][3:] == ["base"]

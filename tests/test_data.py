@@ -213,6 +213,16 @@ def test_load_corpus_caps_hold_and_are_other_tokens(tmp_path):
     assert len(load(files_config(tmp_path / "one.txt"), tmp_path / "cache").train) == 901
 
 
+def test_load_corpus_hidden_facts_are_in_the_training_text_only(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} line of eight words as it were\n" * 99)
+    plain, changed = (load(files_config(tmp_path, hidden_facts=hidden), tmp_path / "cache") for hidden in (False, True))
+    assert len(changed.train) > len(plain.train) and changed.provenance.fingerprint != plain.provenance.fingerprint
+    assert plain.test.digest == changed.test.digest != plain.train.digest != changed.train.digest
+    assert plain.validation.digest == changed.validation.digest
+    assert plain.provenance.name == changed.provenance.name and "hidden" in changed.provenance.used
+
+
 def test_write_stream_blank_document_is_left_out(tmp_path):
     documents = [("first", "some text"), ("blank", " \n\t"), ("last", "more")]
     write_stream(tmp_path, "train", documents, byte_tokenizer(), None)

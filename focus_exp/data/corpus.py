@@ -18,6 +18,7 @@ from focus_exp.assets import Provenance, build_once, explain_substitution, hub_r
 from focus_exp.config import DataConfig, is_shipped, shipped
 from focus_exp.data import texts
 from focus_exp.data.books import EMBEDDED
+from focus_exp.data.hidden_facts import hide_facts
 from focus_exp.data.packing import TOKEN_FORMAT, Document, TokenStream, hash_tokenizer, read_stream, write_stream
 from focus_exp.errors import UserError, first_line
 
@@ -52,22 +53,25 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     """Tokenize the corpus into `cache`, or read it from there.
 
     Args:
-        cfg: max_train_tokens caps train, max_test_tokens caps validation and test.
+        cfg: max_train_tokens caps train, max_test_tokens caps validation and test. hidden_facts changes train only.
         assets: auto, hub or embedded.
 
     Raises:
         UserError: the text is missing, unreadable or unavailable under the policy `assets`.
     """
     source = find_source(cfg, assets, cache)
-    caps = [cfg.max_train_tokens, cfg.max_test_tokens]
-    key = json.dumps([TOKEN_FORMAT, source.identity, hash_tokenizer(tokenizer), caps], sort_keys=True)
+    choices = [cfg.max_train_tokens, cfg.max_test_tokens], *(["hidden facts"] if cfg.hidden_facts else [])
+    key = json.dumps([TOKEN_FORMAT, source.identity, hash_tokenizer(tokenizer), *choices], sort_keys=True)
     folder = cache / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def tokenize(folder: Path) -> None:
         provenance, read = source.open()
         for split in SPLITS:
             limit = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
-            write_stream(folder, split, read(split), tokenizer, limit)
+            documents = read(split)
+            if cfg.hidden_facts and split == "train":
+                documents = ((name, hide_facts(name, text)) for name, text in documents)
+            write_stream(folder, split, documents, tokenizer, limit)
         (folder / "provenance.json").write_text(json.dumps(asdict(provenance)), encoding="utf-8")
 
     build_once(folder, tokenize)
@@ -75,6 +79,8 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     stored = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     provenance = source.open()[0] if cfg.source == "files" else Provenance(**stored)
     provenance = replace(provenance, requested=requested_name(cfg), fingerprint=folder.name)
+    if cfg.hidden_facts:
+        provenance = replace(provenance, used=f"{provenance.used} (facts hidden in the training text)")
     if provenance.source == "embedded" and cfg.source == "hub":
         provenance = replace(
             provenance, substitution=explain_substitution(assets, EMBEDDED["books"].name, provenance.requested)

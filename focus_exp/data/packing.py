@@ -44,6 +44,12 @@ class TokenStream:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def digest(self) -> str:
+        """Return the hash of documents and tokens."""
+        names = json.dumps([self.documents, self.starts.tolist()])
+        return hashlib.sha256(names.encode() + self.tokens.tobytes()).hexdigest()
+
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash everything that decides how text becomes tokens."""

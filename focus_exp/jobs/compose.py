@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 BASE = "base"  # row of the unmodified model in a comparison's tables
 GROUP = "variant"
 # settings of data.* that belong to a data set
-OF_A_TEXT = {item.name for item in fields(DataConfig)} - {"seq_len", "max_train_tokens", "max_test_tokens"}
+OF_A_TEXT = {item.name for item in fields(DataConfig)} - {
+    "seq_len", "max_train_tokens", "max_test_tokens", "hidden_facts"
+}  # fmt: skip
 TRAINING = {item.name for schema in (RouterTraining, FitOptions) for item in fields(schema)}  # unused with an adapter
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.attention.kernels import KERNELS, KernelRequirements
 from focus_exp.config import Config, ModelConfig
-from focus_exp.data import SPLITS, Corpus, SequenceDataset, find_bos, load_corpus
+from focus_exp.data import SPLITS, Corpus, SequenceDataset, TokenStream, find_bos, load_corpus
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
@@ -99,7 +99,7 @@ def prepare(run: Run) -> Setup:
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # checked before the hours of training
         read_adapter(model, adapter, check_base=config.check_base)
-    weights, shared = loaded.provenance.fingerprint, shared_folder(run, cache)
+    weights, shared = loaded.provenance.fingerprint, shared_folder(run, held_out, cache)
     perplexity = PerplexityEvaluator(
         model, sequences, config, run.precision, run.folder / "evaluation", weights, shared / "evaluation"
     )
@@ -109,15 +109,17 @@ def prepare(run: Run) -> Setup:
     return Setup(model, tokenizer, corpus, perplexity, benchmarks)
 
 
-def shared_folder(run: Run, cache: Path) -> Path:
+def shared_folder(run: Run, text: TokenStream, cache: Path) -> Path:
     """Return where runs share the scores of the same unmodified model on the same text, whatever else they score."""
     config, settings = run.config, run.config.eval
     settings = replace(
         settings, name="", controls=True, top_k=[], adapters=[], fit_variants=[], tasks=[], long_range_distance=None,
         request_batch_size=1, batch_size=1,
     )  # fmt: skip
-    fingerprints = run.record.model["fingerprint"], run.record.data["fingerprint"]
-    key = [config.model, config.assets, settings, run.precision.name, run.precision.device.type, *fingerprints]
+    key = [
+        config.model, run.record.model["fingerprint"], text.digest, settings, config.assets, run.precision.name,
+        run.precision.device.type,
+    ]  # fmt: skip
     return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
