@@ -87,6 +87,18 @@ def test_variant_that_includes_another_has_its_settings_before_those_typed():
     assert own.attention.fit_steps == config.budget["fast_fit_steps"] and own.attention.window == 64
 
 
+def test_hidden_facts_go_with_any_text():
+    settings = ["+experiment=transfer", "data=files", "data.files=mine", "data.hidden_facts=true"]
+    config = make_config(*settings)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        own, other = (
+            compose_variant(config, name, settings) for name in ("frontier/dual_20_fast_facts", "fitted_on_code")
+        )
+        plain = compose_variant(config, "frontier/dual_20_fast_facts", settings[:-1])
+    assert own.data == plain.data and own.data.files == "mine" and own.data.hidden_facts
+    assert other.data.hidden_facts and other.data.files != "mine"
+
+
 @pytest.mark.parametrize("budget", ["paper", "embedded"])
 @pytest.mark.parametrize("name", slow_if_large(ALIKE))
 def test_experiment_trained_variants_see_the_same_tokens(name, budget):
