@@ -37,13 +37,14 @@ def hide_facts(name: str, text: str) -> str:
     They follow the first line end after 90 words, or else 180 words. A fact is a random number of a thing; a question
     comes with its answer. The same name and text give the same result.
     """
-    draws, facts, parts, start, since = Draws(f"facts {name}"), list[Fact](), list[str](), 0, 0
+    facts: list[Fact] = []
+    parts: list[str] = []
+    draws, start, last = Draws(f"facts {name}"), 0, -1
     for place, word in enumerate(re.finditer(r"\S+\s*", text)):
-        since += 1
-        if since < EVERY or not (since >= 2 * EVERY or "\n" in word[0]):
+        if place - last < (EVERY if "\n" in word[0] else 2 * EVERY):
             continue
         parts.append(text[start : word.end()].rstrip())
-        start, since = word.end(), 0
+        start, last = word.end(), place
         facts = [fact for fact in facts if place - fact.place <= FURTHEST]
         askable = [fact for fact in facts if place - fact.place >= NEAREST]
         if askable and draws.below(5) < 3:
@@ -52,8 +53,8 @@ def hide_facts(name: str, text: str) -> str:
             parts.append(asked.question)
             continue
         free = [thing for thing in THINGS if thing not in {fact.thing for fact in facts}]
-        statement = [*QUESTIONS][draws.below(len(QUESTIONS))]
+        statement, question = [*QUESTIONS.items()][draws.below(len(QUESTIONS))]
         thing, number = free[draws.below(len(free))], 10_000 + draws.below(90_000)
-        facts.append(Fact(thing, QUESTIONS[statement].format(thing, number), place))
+        facts.append(Fact(thing, question.format(thing, number), place))
         parts.append(statement.format(thing, number))
     return "\n\n".join([*parts, text[start:]])

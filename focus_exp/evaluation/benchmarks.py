@@ -323,8 +323,8 @@ class BenchmarkEvaluator:
     def add(self, variant: Variant, task: str) -> TaskResult | None:
         """Run a task under a variant, or read its result; a failure becomes its error."""
         folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
-        items = f"-beyond-{self.config.answer_distance}" if is_long_range(task) else ""
-        folder, key = folder / slug(variant.name) / f"{slug(task)}{items}", f"{self.precision.name} {self.weights}"
+        items = f"{task}-beyond-{self.config.answer_distance}" if is_long_range(task) else task
+        folder, key = folder / slug(variant.name) / slug(items), f"{self.precision.name} {self.weights}"
         result = read_result(folder, key)
         if result is None:
             result = self.run(variant, task)
