@@ -11,7 +11,8 @@ from focus_exp.errors import UserError
 from focus_exp.reporting import report
 from focus_exp.reporting.check import check_runs, find_stale, renew
 from focus_exp.reporting.load import load_results
-from focus_exp.reporting.report import check_report, write_report
+from focus_exp.reporting.pages import render_pages
+from focus_exp.reporting.report import check_report, report_tables, write_report
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import Record, VariantRun
 
@@ -65,8 +66,13 @@ def test_job_report_check_fails_on_stale_run(runs, tmp_path):
     assert "table.md" in result.err
 
 
-def test_published_report_follows_from_measurements(published):
-    assert check_report(published, RECORDS / "report") == []
+def test_published_report_and_pages_follow_from_measurements(published):
+    tables = report_tables(published)
+    assert check_report(tables, RECORDS / "report") == []
+    pages = render_pages(RECORDS, tables)
+    assert [page.name for page in pages] == ["README.md", "results.md"]
+    for page, text in pages.items():
+        assert page.read_text(encoding="utf-8") == text
 
 
 def test_published_runs_follow_from_their_measurements():

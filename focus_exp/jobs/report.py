@@ -10,14 +10,17 @@ from focus_exp.errors import UserError
 from focus_exp.reporting.check import find_stale, renew
 from focus_exp.reporting.figures import report_figures
 from focus_exp.reporting.load import load_results
+from focus_exp.reporting.pages import render_pages
 from focus_exp.reporting.report import REPORT, report_tables, verdict_table, write_report
 from focus_exp.reporting.wandb import build_workspace, log_tables, wandb_mode
+from focus_exp.storage import replace_file
 
 
 def report(config: Config) -> None:
     """Write the report of all runs below runs_dir, with a verdict on every claim of the paper.
 
-    report.check=true fails where a published table, or a number of README.md, no longer follows from the measurements.
+    That of runs/records also fills in the numbers of README.md and docs/results.md, from docs/templates.
+    report.check=true fails where one of these files no longer follows from the measurements.
     report.renew=true writes the tables and figures of every run again.
     """
     runs = Path(config.runs_dir)
@@ -29,8 +32,10 @@ def report(config: Config) -> None:
         return
     if config.report.renew:
         renew(runs)
-    verdicts = verdict_table(write_report(load_results(runs, config.budget["name"]), runs / REPORT))
-    print(verdicts.to_string(index=False))
+    tables = write_report(load_results(runs, config.budget["name"]), runs / REPORT)
+    for page, text in render_pages(runs, tables).items():
+        replace_file(page, text.encode())
+    print(verdict_table(tables["claims"]).to_string(index=False))
     print(f"report: {runs / REPORT / 'report.md'}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,12 @@ from focus_exp.reporting.format import (
     to_percent,
 )
 from focus_exp.reporting.load import Results, read_yaml
+from focus_exp.reporting.pages import Tables, render
 from focus_exp.reporting.paper_tables import Column, Spec, paper_rows, paper_tables
 from focus_exp.storage import replace_file
 
 REPORT = "report"
-CONCLUSIONS = "conclusions.md"  # written by hand, next to the records that it is about
-MARKER = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?)[ \u202f]?([%xkM]?)<!--num:(\w+)/([^>]+)/(\w+)-->")
+CONCLUSIONS = "conclusions.md.j2"  # written by hand, next to the records that it is about
 TOLERANCE = 1e-9
 
 
@@ -45,15 +44,15 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
     return {name: table for name, table in made.items() if not table.empty}
 
 
-def write_report(results: Results, folder: Path) -> pd.DataFrame:
-    """Write the report, figures and a CSV file of each table; return the claims."""
+def write_report(results: Results, folder: Path) -> dict[str, pd.DataFrame]:
+    """Write the report, figures and a CSV file of each table; return the tables."""
     if results.runs.empty:
         raise UserError("runs_dir must contain runs (found none). Run an experiment first.")
     content = report_tables(results)
     for name, text in report_files(results, content).items():
         replace_file(folder / name, text.encode())
     save_figures(report_figures(content), folder / "figures")
-    return content["claims"]
+    return content
 
 
 def report_files(results: Results, content: dict[str, pd.DataFrame]) -> dict[str, str]:
@@ -84,7 +83,7 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     legend = [f"**{word}** ({counts[word]}): {meaning}." for word, meaning in VERDICTS.items() if word in counts]
     parts = ["# Reproducing Focus (arXiv:2604.03260): report", describe_setup(results)]
     if results.root and (conclusions := results.root / CONCLUSIONS).exists():
-        parts.append(conclusions.read_text(encoding="utf-8").strip())
+        parts.append(render(conclusions, Tables(content, results.root)).strip())
     parts += [
         "![Perplexity change against density](figures/frontier.svg)",
         "## Verdicts",
@@ -232,36 +231,10 @@ def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(shown)
 
 
-def check_numbers(text: str, folder: Path) -> list[str]:
-    """Return the marked numbers of a text that differ from their CSV cells.
-
-    A marker `<!--num:table/row/column-->` follows a number: `55.7 %<!--num:claims/T1.2/sparsity-->`. `table` is a CSV
-    file in `folder`; `row` a value of its first column, or conditions `column=value` joined by `;`. The cell, in
-    per cent where it is a fraction, is rounded to the digits of the text.
-    """
+def check_report(tables: dict[str, pd.DataFrame], folder: Path) -> list[str]:
+    """Return the CSV files in `folder` that do not hold these tables."""
     wrong = []
-    for shown, unit, name, row, column in MARKER.findall(text):
-        place = f"{name}/{row}/{column}"
-        path = folder / f"{name}.csv"
-        table = pd.read_csv(path, dtype=str) if path.exists() else pd.DataFrame()
-        for condition in row.split(";") if len(table) else ():
-            key, _, value = condition.rpartition("=")
-            table = table[table[key or table.columns[0]] == value]
-        if len(table) != 1 or column not in table:
-            wrong.append(f"{place}: {len(table)} rows")
-            continue
-        cell = float(table[column].iloc[0])
-        factors = {"%": (1, 100), "k": (1e-3,), "M": (1e-6,)}.get(unit, (1,))
-        digits = len(shown.partition(".")[2])
-        if all(f"{factor * cell:.{digits}f}" != shown.replace(",", "").lstrip("+") for factor in factors):
-            wrong.append(f"{place}: {shown} in the text, {cell:g} in the table")
-    return wrong
-
-
-def check_report(results: Results, folder: Path) -> list[str]:
-    """Return the CSV files in `folder` that do not follow from the results."""
-    wrong = []
-    for name, table in report_tables(results).items():
+    for name, table in tables.items():
         path = folder / f"{name}.csv"
         if not path.exists() or not is_same_table(path, table):
             wrong.append(path.name)
