@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.pages import PAGES, TEMPLATES, Tables, render, render_pages
+from focus_exp.reporting.pages import PAGES, TEMPLATES, Tables, render, render_pages, wrap
 
 ROW = {"id": "T1.2", "change": 3.264, "low": -1.04, "high": 4.0, "sparsity": 0.5549, "params": 278400, "seeds": 3}
 CLAIMS = pd.DataFrame([ROW, ROW | {"id": "T1.3", "change": -0.04}])
@@ -67,3 +67,13 @@ def test_render_pages_fills_in_templates_of_the_project(tmp_path):
     pages = render_pages(records, {"claims": CLAIMS})
     assert list(pages) == [tmp_path / PAGES["README.md.j2"]]
     assert pages[tmp_path / "README.md"].endswith("-->\n# 3 seeds\n")
+
+
+def test_wrap_leaves_tables_headings_and_code():
+    words = " ".join(["word"] * 40)
+    kept = f"# {words}\n\n| {words} |\n\n```bash\n{words}\n\n{words}\n```\n"
+    assert wrap(kept) == kept
+    text = wrap(f"{words}\nlast\n\n- {words}\n  last\n1. first\n2. second\n")
+    assert max(map(len, text.splitlines())) <= 120
+    assert text.split("\n\n")[0].replace("\n", " ") == f"{words} last"
+    assert text.split("\n\n")[1].replace("\n  ", " ") == f"- {words} last\n1. first\n2. second\n"

@@ -70,7 +70,7 @@ def _combine(rows: list[Row]) -> Row:
         "deviation": root_mean_square(deviations) if deviations else None,
         "seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None,
     }  # fmt: skip
-    for name in ("density", "sparsity"):
+    for name in ("density", "sparsity", "distant_density"):
         known = [getattr(row, name) for row in members if getattr(row, name) is not None]
         values[name] = fmean(known) if known else None
     masked = [row.sparsity for row in members if row.mask_active is not None and row.sparsity is not None]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from focus_exp.errors import UserError
 
 TEMPLATES = Path("docs", "templates")
 PAGES = {"README.md.j2": Path("README.md"), "results.md.j2": Path("docs", "results.md")}
+WIDTH = 120
+VERBATIM = ("|", "#", "!", "<", "```")  # first characters of lines that are not of a paragraph
+ITEM = re.compile(r"\s*(?:- |\d+\. )")
 HEADER = "<!-- Written from docs/templates/{} by job=report runs_dir=runs/records: edit the template. -->\n"
 
 
@@ -95,12 +100,33 @@ def render(path: Path, tables: Tables) -> str:
         raise UserError(f"{path}: {error}") from error
 
 
+def wrap(text: str) -> str:
+    """Wrap the paragraphs and list items of Markdown."""
+    lines: list[str] = []
+    paragraph: list[str] = []
+    is_code = False
+    for line in [*text.splitlines(), ""]:
+        is_code ^= line.startswith("```")
+        is_verbatim = is_code or not line.strip() or line.startswith(VERBATIM)
+        if paragraph and (is_verbatim or ITEM.match(line)):
+            item = ITEM.match(paragraph[0])
+            indent = " " * (item.end() if item else 0)
+            joined = " ".join(part.strip() for part in paragraph)
+            lines += textwrap.wrap(
+                joined.replace(" %", "\0%"), WIDTH, subsequent_indent=indent,
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+            paragraph = []
+        (lines if is_verbatim else paragraph).append(line)
+    return "\n".join(lines).replace("\0", " ")  # a number and its sign stay together
+
+
 def render_pages(records: Path, tables: dict[str, pd.DataFrame]) -> dict[Path, str]:
     """Return the text of each page that the project of `records` (<project>/runs/records) has a template of."""
     project, numbers = records.absolute().parent.parent, Tables(tables, records)
     templates = {project / page: project / TEMPLATES / name for name, page in PAGES.items()}
     return {
-        page: HEADER.format(template.name) + render(template, numbers)
+        page: HEADER.format(template.name) + wrap(render(template, numbers))
         for page, template in templates.items()
         if template.exists()
     }

@@ -42,7 +42,8 @@ def frontier(results: Results) -> pd.DataFrame:
         }  # fmt: skip
         rows.append(vars(row) | point)
     columns = [
-        *("model", "data", "experiment", "variant", "tokens", "method", "density", "sparsity", "change", "low", "high"),
+        *("model", "data", "experiment", "variant", "tokens", "method", "density", "sparsity", "distant_density"),
+        *("change", "low", "high"),
         *("seeds", "trainable_params", "train_tokens", "run"),
     ]
     frame = pd.DataFrame(rows, columns=columns)
