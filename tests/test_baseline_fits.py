@@ -24,7 +24,6 @@ from focus_exp.training.baseline_fits import (
     fit_gate,
     fit_indexer,
     key_importance,
-    later_queries,
     pair_importance,
 )
 from focus_exp.training.fits import FITS, fit_attached
@@ -46,8 +45,9 @@ def observe(kind: Tensor, importance: Tensor, generator: torch.Generator, most: 
     fractions = keys.values / total.clamp(min=1e-6)[:, None]
     vectors = torch.zeros(T, 1, 4).bfloat16()
     return Observation(
-        hidden.bfloat16(), vectors, keys.indices[:, None].int(), fractions[:, None].half(), total[:, None].float()
-    )
+        hidden.bfloat16(), vectors, keys.indices[:, None].int(), fractions[:, None].half(), total[:, None].float(),
+        torch.zeros(T, dtype=torch.int32),
+    )  # fmt: skip
 
 
 def planted_pairs(seed: int) -> Observation:
@@ -77,7 +77,7 @@ def planted_keys(seed: int) -> Observation:
 def kept_importance(method: TokenIndexer, observation: Observation, density: float) -> tuple[float, float]:
     """Return the importance that `method` and an ideal indexer keep."""
     x, importance = standardized_tokens(observation, method), pair_importance(observation)
-    distant = distant_pairs(method, T, x.device)
+    distant = distant_pairs(method, observation.first)
     count = (distant.sum(-1, keepdim=True) * density).long()
     return tuple(
         (importance * keep_largest(scores, distant, count)).sum().item() for scores in (method.scores(x, x), importance)
@@ -101,7 +101,7 @@ def test_importance_of_pairs_blocks_and_keys_equals_sums():
     keys = torch.tensor([[0, 3], [1, 2]]).int().repeat(5, 1, 1)
     fractions = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).half().repeat(5, 1, 1)
     total = torch.tensor([[8.0, 2.0]] * 4 + [[4.0, 6.0]])
-    observation = Observation(torch.zeros(5, 4), torch.zeros(5, 2, 4), keys, fractions, total)
+    observation = Observation(torch.zeros(5, 4), torch.zeros(5, 2, 4), keys, fractions, total, torch.zeros(5))
     assert pair_importance(observation)[3:].tolist() == [[6, 1, 1, 2, 0], [3, 3, 3, 1, 0]]  # over heads
     assert block_mass(observation, 2)[:, 3:].tolist() == [[[6, 2, 0], [3, 1, 0]], [[1, 1, 0], [3, 3, 0]]]  # of a head
     assert key_importance(observation).T.tolist() == [[27, 0, 0, 9, 0], [0, 7, 7, 0, 0]]  # of a head, over queries
@@ -150,10 +150,34 @@ def test_find_threshold_keeps_at_most_the_density(keys, density):
     assert density < 1 or kept == queries.sum()
 
 
-def test_later_queries_counts_distant_pairs():
-    counts = later_queries(KeyGate.create(LayerShape(WIDTH, 4, 8, 0, 2), **NEAR), 10)
-    expected = [sum(i - j > NEAR["window"] for i in range(10)) if j >= NEAR["sinks"] else 0 for j in range(10)]
-    assert counts.tolist() == expected
+@pytest.mark.parametrize("reach", [10, 8])
+def test_distant_pairs_are_within_the_reach_of_the_base(reach):
+    first = (torch.arange(10) - reach + 1).clamp(min=0)
+    pairs = distant_pairs(KeyGate.create(LayerShape(WIDTH, 4, 8, 0, 2), **NEAR), first)
+    expected = [
+        [NEAR["window"] < i - j < reach and j >= NEAR["sinks"] for j in range(10)] for i in range(10)
+    ]  # fmt: skip
+    assert pairs.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["key_gate", "block_gate", "token_indexer"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # the latter has sliding layers
+def test_fitted_baselines_keep_their_density_of_the_calibration_text(family, name, tiny_model, tmp_path):
+    torch.manual_seed(0)
+    sequences, counts, density = random_sequences(3), [], 0.3
+    model = attach(tiny_model(family), name, window=3, sinks=1, **({} if name == "key_gate" else {"density": density}))
+    common = {"calibration_sequences": 3, "validation_sequences": 1, "fit_steps": 6}
+    options = GateTraining(**common, density=density) if name == "key_gate" else METHODS[name].fit_options(**common)
+    fit_attached(model, sequences, options, FLOAT32, tmp_path, seed=0)
+    first = next(iter(attached_methods(model)))  # whose hidden states are those of the base
+    with (
+        torch.no_grad(),
+        observe_selections(model, lambda _, method, *seen: counts.append((method, method.count_pairs(*seen)))),
+    ):
+        for tokens in sequences[:-1]:
+            model(tokens[None])
+    kept, distant = (sum(getattr(c, x) for _, c in counts) for x in ("distant_kept", "distant"))
+    assert first == 0 and kept / distant == pytest.approx(density, abs=0.06)
 
 
 def test_fit_attached_shares_a_threshold_and_its_fit_between_densities(tiny_model, tmp_path):

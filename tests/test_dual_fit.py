@@ -199,7 +199,8 @@ def planted(sequences: int, seed: int) -> list[Observation]:
         fractions = counts / counts.sum(-1, keepdim=True).clamp(min=1)
         total = counts.sum(-1) * torch.where(kind == 0, 10, 1)[:, None]
         vectors = torch.randn(T, 2, 8, generator=generator)
-        observations.append(Observation(hidden.bfloat16(), vectors.bfloat16(), keys, fractions.half(), total))
+        first = torch.zeros(T, dtype=torch.int32)
+        observations.append(Observation(hidden.bfloat16(), vectors.bfloat16(), keys, fractions.half(), total, first))
     return observations
 
 
@@ -402,6 +403,18 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
     for changed in ({"seed": 1}, {"precision": replace(FLOAT32, autocast=True)}):
         with pytest.raises(TypeError):
             fit_with(**changed)
+
+
+def test_fit_under_autocast_and_beside_unrouted_layers(tiny_model, tmp_path):
+    """Layers that are not fitted compute as the base does, whatever they prune later."""
+    fits = []
+    for number, budget in enumerate([["full", 2], ["window", 2]]):
+        model = attach_dual(tiny_model("llama"), groups_per_layer=budget)
+        options = dual_config(groups_per_layer=budget)
+        precision = replace(FLOAT32, autocast=True)
+        fit_attached(model, random_sequences(3), options, precision, tmp_path / str(number), seed=0)
+        fits.append({name: x.clone() for name, x in attached_methods(model)[1].state_dict().items()})
+    assert all(torch.equal(x, fits[1][name]) for name, x in fits[0].items())
 
 
 def test_fit_cache_key_depends_on_the_arithmetic_of_the_base(tiny_model, tmp_path):

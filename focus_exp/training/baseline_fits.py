@@ -37,7 +37,7 @@ def fit_indexer(
         index = draw_index(len(tokens), generator)
         x, importance = tokens[index], importances[index]
         rows = torch.randperm(len(x), generator=generator)[:QUERIES_PER_STEP].to(x.device)
-        distant = distant_pairs(method, len(x), x.device)[rows]
+        distant = distant_pairs(method, observations[index].first.to(x.device))[rows]
         return selection_loss(method.scores(x[rows], x), importance[rows], distant, mean)
 
     minimize(loss, list(method.parameters()), options.fit_learning_rate, options.fit_steps)
@@ -50,7 +50,7 @@ def fit_block_gate(
     tokens = [standardized_tokens(x, method) for x in observations]
     device, length, size = method.mean.device, len(tokens[0]), method.keys_per_block
     blocks = KeyBlocks.of(Sequence.plain(1, length, device), size, method.sinks)
-    keys = distant_pairs(method, length, device)[None, :, :, None].float()  # (1, T, S, 1)
+    keys = distant_pairs(method, observations[0].first.to(device))[None, :, :, None].float()  # (1, T, S, 1)
     distant = blocks.pool(keys, "amax")[0, ..., 0] > 0  # (T, N)
     distant &= torch.arange(distant.shape[1], device=device) < torch.arange(length, device=device)[:, None] // size
     masses = [block_mass(x, size).to(device) * distant for x in observations]
@@ -92,11 +92,12 @@ def block_mass(observation: Observation, size: int) -> Tensor:
     return mass.scatter_add_(2, observation.keys.long() // size, values).transpose(0, 1)
 
 
-def distant_pairs(method: AttentionMethod, length: int, device: torch.device) -> Tensor:
-    """Return the causal pairs beyond window and sinks, `(T, T)` bool."""
+def distant_pairs(method: AttentionMethod, first: Tensor) -> Tensor:
+    """Return the pairs beyond window and sinks, `(T, T)` bool, of queries that see the keys from `first` `(T,)` on."""
+    length, device = len(first), first.device
     rows = slice(0, length)
-    visible = local_mask(Sequence.plain(1, length, device), rows, length, method.window, method.sinks)[0]
-    return causal_mask(rows, length, device) & ~visible
+    local = local_mask(Sequence.plain(1, length, device), rows, length, method.window, method.sinks)[0]
+    return causal_mask(rows, length, device) & ~local & (torch.arange(length, device=device) >= first[:, None])
 
 
 def fit_gate(
@@ -110,7 +111,8 @@ def fit_gate(
     device = method.mean.device
     tokens = [standardized_tokens(x, method) for x in observations]
     importance = [key_importance(x).to(device) for x in observations]
-    queries = [later_queries(method, len(x)).to(device)[:, None].float() for x in tokens]
+    counts = [distant_pairs(method, x.first.to(device)).sum(0) for x in observations]  # of queries, by key
+    queries = [x[:, None].float() for x in counts]
     mean = torch.cat(queries).mean().clamp(min=1e-6)
     rate = torch.cat(importance).sum(0) / torch.cat(queries).sum().clamp(min=1)  # (n,)
     rate = rate.clamp(min=torch.finfo(rate.dtype).tiny)
@@ -129,7 +131,7 @@ def fit_gate(
     with torch.no_grad():  # from here on scores compare across heads and layers
         method.bias.add_(rate.log())
         scores = torch.cat([method.scores(x) for x in tokens])
-    return {"scores": scores, "queries": torch.cat([later_queries(method, len(x)) for x in tokens])}
+    return {"scores": scores, "queries": torch.cat(counts)}
 
 
 def key_importance(observation: Observation) -> Tensor:
@@ -137,12 +139,6 @@ def key_importance(observation: Observation) -> Tensor:
     values = (observation.fractions.float() * observation.total[..., None]).transpose(1, 2).flatten(0, 1)
     keys = observation.keys.long().transpose(1, 2).flatten(0, 1)
     return torch.zeros(observation.total.shape).scatter_add_(0, keys, values)
-
-
-def later_queries(method: KeyGate, length: int) -> Tensor:
-    """Return for how many queries of a sequence each key is distant, `(T,)` int; 0 for sinks."""
-    place = torch.arange(length)
-    return (length - 1 - method.window - place).clamp(min=0).where(place >= method.sinks, 0)
 
 
 def set_threshold(states: dict[int, dict[str, Tensor]], density: float) -> None:

@@ -56,7 +56,7 @@ FITS: dict[type[AttentionMethod], Callable[..., dict[str, Tensor] | None]] = {
 }
 
 
-FORMAT = 5  # increase when the same inputs give another fit
+FORMAT = 6  # increase when the same inputs give another fit
 
 
 @contextmanager
@@ -66,17 +66,10 @@ def open_fit(
     """Lock and yield the folder in the cache of what `fit_attached` makes of these arguments."""
     methods = fitted_methods(model)
     key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
-    # earlier versions had an option `rank`, and hashed the sequences that choose a budget too
-    hashed, names = sequences, list[str]()
-    if isinstance(options, DualConfig):
-        key |= {"rank": 0}
-        if not key["ignored_means"]:  # fits of versions without it
-            del key["ignored_means"]
-    else:
-        hashed, names = sequences[: -options.validation_sequences], [next(iter(methods.values())).name]
-    text = hashlib.sha256(torch.stack(hashed).cpu().numpy().tobytes()).hexdigest()
-    base = [fingerprint(model), select_numerics(model.config)]
-    content = json.dumps([*names, FORMAT, precision.name, *base, text, key, sorted(methods), seed], sort_keys=True)
+    text = hashlib.sha256(torch.stack(sequences).cpu().numpy().tobytes()).hexdigest()
+    of_methods = [[layer, method.name] for layer, method in sorted(methods.items())]
+    base = [fingerprint(model), select_numerics(model.config), precision.name]
+    content = json.dumps([FORMAT, *base, text, key, of_methods, seed], sort_keys=True)
     folder = cache / "fits" / hashlib.sha256(content.encode()).hexdigest()[:16]
     with file_lock(folder / "lock", str(folder), wait=True):
         remove_stale_temp(folder)

@@ -65,7 +65,7 @@ class CurveProbe(LossProbe):
         counts = read_counts(method, scores)
         for part in changes:
             rows, width = part.rows, part.loss.shape[-1]
-            # in float64, which autocast leaves alone: counts stay whole numbers
+            # in float64: counts stay whole numbers
             sizes = (part.distant.double() @ members[:, :width].double()).gather(-1, order[:, rows])
             pairs = F.pad(sizes.cumsum(-1), (1, 0)).gather(-1, counts[:, rows])
             by_head = members[:, None, :width].expand(part.loss.shape[0] if method.heads > 1 else 1, -1, -1, -1)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import scores, weights
+from focus_exp.attention.router import disable_autocast
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
 from focus_exp.models.methods import attached_methods, swap_methods
 from focus_exp.progress import ProgressBar
@@ -45,6 +46,7 @@ class Observation:
         keys: `(T, G, M)` int32, the most important distant keys of each query.
         fractions: `(T, G, M)` float16, of the query's importance that each of them has.
         total: `(T, G)` float32, importance of all distant keys of the query.
+        first: `(T,)` int32, first key that the base model lets each query see.
     """
 
     hidden: Tensor
@@ -52,6 +54,7 @@ class Observation:
     keys: Tensor
     fractions: Tensor
     total: Tensor
+    first: Tensor
 
 
 @dataclass
@@ -63,15 +66,26 @@ class PairChanges:
         distant: `(t, S)` bool, causal pairs beyond window and sinks.
         attention: `(G, H / G, t, S)`, attention weights of distant pairs.
         loss: `(G, H / G, t, S)`, first-order change of the loss without the pair [nats].
+        first: `(t,)`, first key that each query sees.
     """
 
     rows: slice
     distant: Tensor
     attention: Tensor
     loss: Tensor
+    first: Tensor
 
 
-class LossProbe(AttentionMethod):
+class FullAttention(AttentionMethod):
+    """Stand in for the methods of layers that are not fitted: the fit is to the frozen base."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
+    ) -> Tensor:
+        return super().attend(q, k, v, Selection(is_dense=True), sequence, args)
+
+
+class LossProbe(FullAttention):
     """Full attention that passes the pairs' changes of the loss to `record` during the backward pass."""
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
@@ -81,7 +95,7 @@ class LossProbe(AttentionMethod):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
-        output = super().attend(q, k, v, Selection(is_dense=True), sequence, args)
+        output = super().attend(q, k, v, selection, sequence, args)
         q, k, v = (x.detach().float() for x in (q, k, v))
 
         def changes(gradient: Tensor) -> Iterator[PairChanges]:
@@ -92,10 +106,14 @@ class LossProbe(AttentionMethod):
                     visible, args,
                 )  # fmt: skip
                 distant = (visible & ~local_mask(sequence, rows, rows.stop, self.window, self.sinks))[0]
-                yield PairChanges(rows, distant, p[0] * distant, loss[0] * distant)
+                yield PairChanges(rows, distant, p[0] * distant, loss[0] * distant, visible[0].int().argmax(-1))
+
+        def record(gradient: Tensor) -> None:
+            with disable_autocast(gradient):
+                self.record(k[0], changes(gradient))
 
         if output.requires_grad:
-            output.register_hook(lambda gradient: self.record(k[0], changes(gradient)))
+            output.register_hook(record)
         return output
 
     @abstractmethod
@@ -120,10 +138,15 @@ class ImportanceProbe(LossProbe):
         self.importance = IMPORTANCE[importance]
 
     def record(self, k: Tensor, changes: Iterator[PairChanges]) -> None:
-        top = [top_keys(self.importance(part), min(TOP_KEYS, k.shape[1])) for part in changes]
+        first, top = [], []
+        for part in changes:
+            first.append(part.first.int())
+            top.append(top_keys(self.importance(part), min(TOP_KEYS, k.shape[1])))
         keys, fractions, total = (torch.cat(x, 1).transpose(0, 1).contiguous().cpu() for x in zip(*top, strict=True))
-        hidden = self.hidden[0].to(torch.bfloat16).cpu()
-        self.observation = Observation(hidden, k.transpose(0, 1).bfloat16().cpu(), keys, fractions, total)
+        self.observation = Observation(
+            self.hidden[0].to(torch.bfloat16).cpu(), k.transpose(0, 1).bfloat16().cpu(), keys, fractions, total,
+            torch.cat(first).cpu(),
+        )  # fmt: skip
 
 
 def loss_changes(
@@ -170,7 +193,8 @@ def backpropagate(
     model: PreTrainedModel, probes: Mapping[int, LossProbe], tokens: Tensor, precision: Precision
 ) -> None:
     """Run tokens `(T,)` forward and back with `probes` in their layers; no weight gets a gradient."""
-    with swap_methods(model, dict(probes)), precision.context(), torch.enable_grad():
+    others = {i: FullAttention(m.shape) for i, m in attached_methods(model).items() if i not in probes}
+    with swap_methods(model, {**others, **probes}), precision.context(), torch.enable_grad():
         embedded = model.get_input_embeddings()(tokens[None].to(model.device)).detach().requires_grad_(True)
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
         torch.autograd.grad(logits, embedded, loss_gradient(logits.detach(), tokens[1:].to(logits.device)))
