@@ -185,13 +185,12 @@ def block_formula(method: TopBlocks, x: Query, case: "Case", b: int) -> tuple[Te
         return [j for j in mates if (j - x.start) // method.keys_per_block == block and j - x.start >= method.sinks]
 
     def score(block: int) -> float:
-        if isinstance(method, BlockMeans):
-            return float((x.q @ x.k[members(block)].mean(0)).detach())
-        weight = method.projection.double().unflatten(1, (case.key_heads, 4, method.size))
-        tokens = (case.h[b] - method.mean.double()) / method.scale.double()
-        keys, queries = (torch.einsum("te,eir->tir", tokens, w) for w in weight[:, x.head // x.share].split([1, 3], 1))
-        pooled = keys[members(block), 0]
-        return float((queries[x.i] * torch.stack([pooled.mean(0), pooled.amax(0), pooled.amin(0)])).sum().detach())
+        keys = x.k[members(block)]
+        key = keys.mean(0)
+        if isinstance(method, BlockGate):
+            pooled = torch.cat([key, keys.amax(0), keys.amin(0)])
+            key = pooled @ method.weight[x.head // x.share].double()
+        return float((x.q @ key).detach())
 
     size = method.keys_per_block
     own = (x.i - x.start) // size
@@ -331,6 +330,8 @@ def test_baseline_any_input_equals_formula(name, data):
     method = build(
         name, LayerShape(WIDTH, case.heads, SIZE, 0, case.key_heads), **data.draw(st.fixed_dictionaries(OPTIONS[name]))
     ).eval()
+    if isinstance(method, BlockGate):
+        torch.nn.init.normal_(method.weight)
     if hasattr(method, "mean"):  # of hidden states, as a fit finds it
         method.mean.normal_()
         method.scale.uniform_(0.5, 2)

@@ -41,7 +41,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "best_tokens": ("best_tokens", NEAR | {"density": 0.2}, {}),
     "token_indexer": ("token_indexer", NEAR | {"tokens_kept": 3}, {}),
     "block_means": ("block_means", NEAR | {"density": 0.4, "keys_per_block": 4}, {}),
-    "block_gate": ("block_gate", NEAR | {"density": 0.4, "keys_per_block": 4, "size": 2}, {}),
+    "block_gate": ("block_gate", NEAR | {"density": 0.4, "keys_per_block": 4}, {}),
 }
 GROUPED = ("focus", "key_gate", "window", "random_groups", "longformer")  # which the sparse kernels serve
 NON_MASKED = ("focus soft", "focus sinkhorn", "longformer dilated")

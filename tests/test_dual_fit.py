@@ -165,7 +165,7 @@ def test_importance_probe_computes_the_base_attention(tiny_model):
     model, tokens = tiny_model("llama"), torch.stack(random_sequences(1))
     expected = model(tokens).logits
     attach_dual(model)
-    probes = {i: ImportanceProbe(m.shape, m.window, m.sinks) for i, m in attached_methods(model).items()}
+    probes = {i: ImportanceProbe(m) for i, m in attached_methods(model).items()}
     with torch.no_grad(), swap_methods(model, probes):
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
 

@@ -74,12 +74,14 @@ class AttentionMethod(nn.Module):
         fit_options: dataclass of further attention.* keys that say how it is fitted; it takes none of them itself.
         all_gather: set where several processes train: takes this process's shard of the batches computed at the same
             time; returns the shards of all, and the index of its own.
+        is_fitted: has tensors that are fitted to the frozen base.
     """
 
     name: ClassVar[str]
     causal: ClassVar[bool] = True
     options: ClassVar[type[Options]] = Options
     fit_options: ClassVar[type[Options] | None] = None
+    is_fitted: bool = False
 
     def __init_subclass__(cls, *, name: str | None = None, options: type[Options] | None = None) -> None:
         super().__init_subclass__()

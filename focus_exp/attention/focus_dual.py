@@ -50,6 +50,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
     """
 
     fit_options = EncoderTraining
+    is_fitted = True
 
     def __init__(self, shape: LayerShape, options: FocusDualOptions) -> None:
         super().__init__(shape, options.window, options.sinks)
@@ -100,6 +101,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         """Set the number of groups that a query of each head reads; unused encoders are dropped for good."""
         self.budget = per_head
         if not self.is_routed:
+            self.is_fitted = False
             for name in {*dict(self.named_children()), *dict(self.named_buffers(recurse=False))}:
                 delattr(self, name)
 

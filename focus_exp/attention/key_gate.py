@@ -29,6 +29,7 @@ class KeyGate(AttentionMethod, name="key_gate", options=LocalOptions):
     """
 
     fit_options = GateTraining
+    is_fitted = True
 
     def __init__(self, shape: LayerShape, options: LocalOptions) -> None:
         super().__init__(shape, options.window, options.sinks)

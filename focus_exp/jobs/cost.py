@@ -22,14 +22,13 @@ from focus_exp.config import AttentionConfig, Config, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.evaluation.controls import full_attention
 from focus_exp.evaluation.perplexity import PerplexityEvaluator, score
-from focus_exp.models.methods import attached_methods, find_routers, is_causal, set_routing, swap_attachment
+from focus_exp.models.methods import find_routers, is_causal, set_routing, swap_attachment
 from focus_exp.speed.timing import Work, peak_memory, time_once
-from focus_exp.training.fits import count_remaining, fit_one_layer
+from focus_exp.training.fits import count_remaining, fit_one_layer, record
 from focus_exp.training.focus_dual_fit.importance import (
     count_fit_threads,
+    fitted_methods,
     map_in_threads,
-    read_observations,
-    record_observations,
 )
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.phases import set_training_mode
@@ -136,18 +135,18 @@ class CostEstimator:
         passes, remaining = count_remaining(self.model, sample, options, self.precision, cache, seed)
         if not passes and not remaining:
             return
-        methods, tokens = attached_methods(self.model), sample[0]
+        methods, tokens = fitted_methods(self.model), sample[0]
         changed: Any = options
         device, layers = self.precision.device, list(methods)[: count_fit_threads(self.precision.device)]
         with tempfile.TemporaryDirectory() as folder:
             folders = (Path(folder) / str(number) for number in range(PASSES))
-            record = partial(record_observations, self.model, methods, [tokens], self.precision)
-            self.seconds["fit"] += passes * self.time_pass(lambda: record(next(folders)))
+            pass_over = partial(record, self.model, methods, [tokens], options, self.precision)
+            self.seconds["fit"] += passes * self.time_pass(lambda: pass_over(next(folders)))
             paths = [*Path(folder, "1").iterdir()] * (options.calibration_sequences - options.validation_sequences)
 
             def fit(steps: int, layer: int) -> None:
-                observations, generator = read_observations(paths, layer), torch.Generator().manual_seed(0)
-                fit_one_layer(methods[layer], observations, replace(changed, fit_steps=steps), generator)
+                generator = torch.Generator().manual_seed(0)
+                fit_one_layer(methods[layer], paths, layer, replace(changed, fit_steps=steps), generator)
 
             def fit_layers(steps: int) -> list[None]:
                 return list(map_in_threads(partial(fit, steps), layers, device))

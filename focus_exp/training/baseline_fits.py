@@ -1,17 +1,30 @@
-"""Fit `token_indexer`, `key_gate` and `block_gate` to the frozen base, from the observations of `focus_dual`."""
+"""Fit `token_indexer` and `key_gate` to the observations of `focus_dual`, and `block_gate` to attention by block."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod
-from focus_exp.attention.baselines.block_gate import BlockGate
+from focus_exp.attention.baselines.block_gate import POOLS, BlockGate
 from focus_exp.attention.baselines.block_means import KeyBlocks
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
+from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.key_gate import KeyGate
 from focus_exp.attention.options import FitOptions
-from focus_exp.attention.selection import Sequence, causal_mask, local_mask
+from focus_exp.attention.router import disable_autocast
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    Selection,
+    Sequence,
+    base_mask,
+    causal_mask,
+    local_mask,
+    row_blocks,
+)
 from focus_exp.training.focus_dual_fit.encoders import (
     MAX_VALUE,
     VALUE_DECAY,
@@ -20,7 +33,7 @@ from focus_exp.training.focus_dual_fit.encoders import (
     query_weights,
     standardized_tokens,
 )
-from focus_exp.training.focus_dual_fit.importance import Observation
+from focus_exp.training.focus_dual_fit.importance import ROWS, FullAttention, Observation
 
 QUERIES_PER_STEP = 512
 
@@ -43,24 +56,72 @@ def fit_indexer(
     minimize(loss, list(method.parameters()), options.fit_learning_rate, options.fit_steps)
 
 
+@dataclass
+class BlockObservation:
+    """Training data of a layer's block gate, for T tokens in N blocks.
+
+    Args:
+        queries: `(G, H / G, T, D)` float16, scaled.
+        pooled: `(G, N, 3 D)` float16, pooled keys.
+        mass: `(G, H / G, T, N)` float16, a query's attention to the distant keys of each block.
+        candidates: `(T, N)` bool, blocks before its own in which a query has distant keys.
+    """
+
+    queries: Tensor
+    pooled: Tensor
+    mass: Tensor
+    candidates: Tensor
+
+
+class BlockProbe(FullAttention):
+    """Full attention that records a `BlockObservation`."""
+
+    observation: BlockObservation
+
+    def __init__(self, method: BlockGate) -> None:
+        super().__init__(method.shape, method.window, method.sinks)
+        self.keys_per_block = method.keys_per_block
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
+    ) -> Tensor:
+        with disable_autocast(q):
+            self.observation = self.observe(q.float(), k.float(), sequence, args)
+        return super().attend(q, k, v, selection, sequence, args)
+
+    def observe(self, q: Tensor, k: Tensor, sequence: Sequence, args: AttentionArgs) -> BlockObservation:
+        blocks = KeyBlocks.of(sequence, self.keys_per_block, self.sinks)
+        assert blocks.index is not None
+        of_token = F.one_hot(blocks.index[0]).float()  # (T, N)
+        mass, candidates = [], []
+        for rows in row_blocks(q.shape[2], ROWS):
+            visible = base_mask(sequence, rows, rows.stop)
+            p = weights(scores(q[:, :, rows], k[:, :, : rows.stop], args).masked_fill(~visible[:, None], -torch.inf),
+                        args.sink_logits)  # fmt: skip
+            distant = visible[0] & ~local_mask(sequence, rows, rows.stop, self.window, self.sinks)[0]
+            before = torch.arange(of_token.shape[1], device=q.device) < blocks.index[0, rows, None]
+            mass.append(p[0] * distant @ of_token[: rows.stop] * before)
+            candidates.append((distant.float() @ of_token[: rows.stop] > 0) & before)
+        heads = (k.shape[1], -1)
+        pooled = torch.cat([blocks.pool(k, pool)[0] for pool in POOLS], -1)
+        return BlockObservation(
+            queries=(q[0].unflatten(0, heads) * args.scaling).half(), pooled=pooled.half(),
+            mass=torch.cat(mass, 1).unflatten(0, heads).half(), candidates=torch.cat(candidates),
+        )  # fmt: skip
+
+
 def fit_block_gate(
-    method: BlockGate, observations: list[Observation], options: FitOptions, generator: torch.Generator
+    method: BlockGate, observations: list[BlockObservation], options: FitOptions, generator: torch.Generator
 ) -> None:
     """Minimize the cross-entropy of a query's scores over distant blocks to their attention mass."""
-    tokens = [standardized_tokens(x, method) for x in observations]
-    device, length, size = method.mean.device, len(tokens[0]), method.keys_per_block
-    blocks = KeyBlocks.of(Sequence.plain(1, length, device), size, method.sinks)
-    keys = distant_pairs(method, observations[0].first.to(device))[None, :, :, None].float()  # (1, T, S, 1)
-    distant = blocks.pool(keys, "amax")[0, ..., 0] > 0  # (T, N)
-    distant &= torch.arange(distant.shape[1], device=device) < torch.arange(length, device=device)[:, None] // size
-    masses = [block_mass(x, size).to(device) * distant for x in observations]
-    mean = torch.cat([x.sum(-1) for x in masses], 1).mean(1, keepdim=True)[..., None]  # (n, 1, 1)
+    device = method.weight.device
+    sequences = [BlockObservation(*(getattr(x, item.name).to(device) for item in fields(x))) for x in observations]
+    mean = torch.stack([x.mass.float().sum(-1).mean() for x in sequences]).mean()
 
     def loss(step: int) -> Tensor:
-        index = draw_index(len(tokens), generator)
-        gate = method.add_features(tokens[index][None] @ method.projection, blocks)
-        assert gate.queries is not None and gate.keys is not None
-        return selection_loss((gate.queries @ gate.keys.transpose(-1, -2))[0], masses[index], distant, mean)
+        x = sequences[draw_index(len(sequences), generator)]
+        keys = method.map_pooled(x.pooled.float())[:, None]
+        return selection_loss(x.queries.float() @ keys.transpose(-1, -2), x.mass.float(), x.candidates, mean)
 
     minimize(loss, list(method.parameters()), options.fit_learning_rate, options.fit_steps)
 
@@ -83,13 +144,6 @@ def pair_importance(observation: Observation) -> Tensor:
     """Return the importance `(T, T)` of each pair, summed over heads."""
     values = (observation.fractions.float() * observation.total[..., None]).flatten(1)
     return torch.zeros(len(values), len(values)).scatter_add_(1, observation.keys.flatten(1).long(), values)
-
-
-def block_mass(observation: Observation, size: int) -> Tensor:
-    """Return the importance `(n, T, N)` of each block of `size` keys to each query."""
-    values = observation.fractions.float() * observation.total[..., None]  # (T, n, M)
-    mass = torch.zeros(*values.shape[:2], -(-len(values) // size))
-    return mass.scatter_add_(2, observation.keys.long() // size, values).transpose(0, 1)
 
 
 def distant_pairs(method: AttentionMethod, first: Tensor) -> Tensor:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +29,18 @@ from focus_exp.models.load import fingerprint, select_numerics
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.storage import file_lock, remove, remove_stale_temp
-from focus_exp.training.baseline_fits import fit_block_gate, fit_gate, fit_indexer, set_threshold
+from focus_exp.training.baseline_fits import (
+    BlockObservation,
+    BlockProbe,
+    fit_block_gate,
+    fit_gate,
+    fit_indexer,
+    set_threshold,
+)
 from focus_exp.training.focus_dual_fit.encoders import standardize
 from focus_exp.training.focus_dual_fit.fit import choose_budget, fit_dual_layer, load_layers
 from focus_exp.training.focus_dual_fit.importance import (
+    ImportanceProbe,
     Observation,
     count_fit_threads,
     fitted_methods,
@@ -47,13 +56,46 @@ NOT_FITTED = (
     "name", "method", "backend", "density", "tokens_kept", "top_k", "counts", "groups_per_layer", "gate_steepness",
 )  # fmt: skip
 
-# fit of a layer by method, which may return tensors to cache besides the method's own
-FITS: dict[type[AttentionMethod], Callable[..., dict[str, Tensor] | None]] = {
-    FocusDual: fit_dual_layer,
-    TokenIndexer: fit_indexer,
-    KeyGate: fit_gate,
-    BlockGate: fit_block_gate,
+
+class Fit(NamedTuple):
+    """How the layers of a method are fitted.
+
+    Args:
+        fit: of a layer to its observations; it may return tensors to cache besides the method's own.
+        observation: dataclass of what the probe records on a sequence.
+        probe: makes the probe of a layer; None for importance.
+    """
+
+    fit: Callable[..., dict[str, Tensor] | None]
+    observation: type[Any] = Observation
+    probe: Callable[[Any], Any] | None = None
+
+
+FITS: dict[type[AttentionMethod], Fit] = {
+    FocusDual: Fit(fit_dual_layer),
+    TokenIndexer: Fit(fit_indexer),
+    KeyGate: Fit(fit_gate),
+    BlockGate: Fit(fit_block_gate, BlockObservation, BlockProbe),
 }
+
+
+def find_fit(methods: Mapping[int, AttentionMethod]) -> Fit:
+    """Return the fit of attached methods, all of one class."""
+    method = next(iter(methods.values()))
+    return next(fit for base, fit in FITS.items() if isinstance(method, base))
+
+
+def record(
+    model: PreTrainedModel,
+    methods: Mapping[int, AttentionMethod],
+    sequences: list[Tensor],
+    options: FitOptions,
+    precision: Precision,
+    folder: Path,
+) -> list[Path]:
+    """Record what the layers are fitted to, in a file of `folder` for each sequence."""
+    probe = find_fit(methods).probe or partial(ImportanceProbe, importance=getattr(options, "fit_to", "loss"))
+    return record_observations(model, methods, sequences, precision, folder, probe)
 
 
 FORMAT = 6  # increase when the same inputs give another fit
@@ -124,20 +166,18 @@ def fit_layers(
     A fit resumes at the sequence or layers where it stopped.
     """
     methods, parts = fitted_methods(model), folder / "parts"
-    is_block_gate = all(isinstance(method, BlockGate) for method in methods.values())
-    importance = getattr(options, "fit_to", "attention" if is_block_gate else "loss")
     # of earlier runs, which fitted as many layers at a time
     threads = count_fit_threads(precision.device)
     seconds = sum(read_seconds(x) / (threads if x.name.startswith("layer") else 1) for x in parts.glob("*"))
 
     def compute() -> dict[str, Tensor]:
-        recorded = record_observations(model, methods, sequences, precision, parts, importance)
+        recorded = record(model, methods, sequences, options, precision, parts)
         tensors: dict[str, Tensor] = {}
 
         def fit(layer: int) -> dict[str, Tensor]:
             def compute_layer() -> dict[str, Tensor]:
                 generator = torch.Generator().manual_seed(seed + layer)
-                return fit_one_layer(methods[layer], read_observations(recorded, layer), options, generator)
+                return fit_one_layer(methods[layer], recorded, layer, options, generator)
 
             return load_or_compute(parts / f"layer-{layer:03d}.safetensors", compute_layer)[0]
 
@@ -157,10 +197,12 @@ def fit_layers(
 
 
 def fit_one_layer(
-    method: Any, observations: list[Observation], options: FitOptions, generator: torch.Generator
+    method: Any, recorded: list[Path], layer: int, options: FitOptions, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Fit one layer's method; returns its tensors, and others to cache besides."""
-    standardize(method, observations)
-    fit = next(fit for base, fit in FITS.items() if isinstance(method, base))
-    measured = fit(method, observations, options, generator) or {}
+    """Fit one layer's method to what was recorded; returns its tensors, and others to cache besides."""
+    fit = find_fit({layer: method})
+    observations = read_observations(recorded, layer, fit.observation)
+    if hasattr(method, "mean"):
+        standardize(method, observations)
+    measured = fit.fit(method, observations, options, generator) or {}
     return method.state_dict() | measured

@@ -12,6 +12,7 @@ from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.blocks import QueryBlock, require_no_sink_logits
 from focus_exp.attention.baselines.top_tokens import TopTokens, TopTokensOptions
 from focus_exp.attention.options import LocalOptions, option
+from focus_exp.attention.router import disable_autocast
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 
@@ -28,13 +29,11 @@ class KeyBlocks(Selection):
     Attributes:
         index: `(B, T)` int, block of each token.
         pooled: `(B, T)` bool, tokens that stand for their block: neither padding nor sinks.
-        queries: `(B, G, T, C)`; None where the model's own queries score blocks.
-        keys: `(B, G, N, C)`, pooled over each of N blocks.
+        keys: `(B, G, N, D)`, one for each of N blocks.
     """
 
     index: Tensor | None = None
     pooled: Tensor | None = None
-    queries: Tensor | None = None
     keys: Tensor | None = None
 
     @classmethod
@@ -102,8 +101,13 @@ class BlockMeans(TopBlocks, name="block_means", options=BlockOptions):
     ) -> Tensor:
         require_no_sink_logits(self.name, args)
         assert isinstance(selection, KeyBlocks)
-        keys = selection.pool(k.detach().to(torch.promote_types(k.dtype, torch.float32)), "mean")
+        with disable_autocast(k):
+            keys = self.block_keys(k.detach().to(torch.promote_types(k.dtype, torch.float32)), selection)
         return super().attend(q, k, v, replace(selection, keys=keys), sequence, args)
+
+    def block_keys(self, k: Tensor, blocks: KeyBlocks) -> Tensor:
+        """Return the keys `(B, G, N, D)` of blocks of k `(B, G, T, D)`."""
+        return blocks.pool(k, "mean")
 
     def block_scores(self, block: QueryBlock, selection: KeyBlocks) -> Tensor:
         assert selection.keys is not None

@@ -123,6 +123,7 @@ class TokenIndexer(TopTokens, name="token_indexer", options=TokenIndexerOptions)
     """
 
     fit_options = FitOptions
+    is_fitted = True
 
     def __init__(self, shape: LayerShape, options: TokenIndexerOptions) -> None:
         super().__init__(shape, options)

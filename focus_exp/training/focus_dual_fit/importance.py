@@ -10,6 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.router import disable_autocast
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
@@ -133,8 +134,8 @@ class ImportanceProbe(LossProbe):
 
     observation: Observation
 
-    def __init__(self, shape: LayerShape, window: int, sinks: int, importance: str = "loss") -> None:
-        super().__init__(shape, window, sinks)
+    def __init__(self, method: AttentionMethod, importance: str = "loss") -> None:
+        super().__init__(method.shape, method.window, method.sinks)
         self.importance = IMPORTANCE[importance]
 
     def record(self, k: Tensor, changes: Iterator[PairChanges]) -> None:
@@ -142,10 +143,9 @@ class ImportanceProbe(LossProbe):
         for part in changes:
             first.append(part.first.int())
             top.append(top_keys(self.importance(part), min(TOP_KEYS, k.shape[1])))
-        keys, fractions, total = (torch.cat(x, 1).transpose(0, 1).contiguous().cpu() for x in zip(*top, strict=True))
+        keys, fractions, total = (torch.cat(x, 1).transpose(0, 1) for x in zip(*top, strict=True))
         self.observation = Observation(
-            self.hidden[0].to(torch.bfloat16).cpu(), k.transpose(0, 1).bfloat16().cpu(), keys, fractions, total,
-            torch.cat(first).cpu(),
+            self.hidden[0].to(torch.bfloat16), k.transpose(0, 1).bfloat16(), keys, fractions, total, torch.cat(first),
         )  # fmt: skip
 
 
@@ -189,12 +189,19 @@ def top_keys(importance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return keys.int(), (values / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]).half(), total
 
 
+@contextmanager
+def attached_probes(model: PreTrainedModel, probes: Mapping[int, AttentionMethod]) -> Iterator[None]:
+    """Put `probes` into their layers in the block, and full attention into the others."""
+    others = {i: FullAttention(m.shape) for i, m in attached_methods(model).items() if i not in probes}
+    with swap_methods(model, {**others, **probes}):
+        yield
+
+
 def backpropagate(
     model: PreTrainedModel, probes: Mapping[int, LossProbe], tokens: Tensor, precision: Precision
 ) -> None:
     """Run tokens `(T,)` forward and back with `probes` in their layers; no weight gets a gradient."""
-    others = {i: FullAttention(m.shape) for i, m in attached_methods(model).items() if i not in probes}
-    with swap_methods(model, {**others, **probes}), precision.context(), torch.enable_grad():
+    with attached_probes(model, probes), precision.context(), torch.enable_grad():
         embedded = model.get_input_embeddings()(tokens[None].to(model.device)).detach().requires_grad_(True)
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
         torch.autograd.grad(logits, embedded, loss_gradient(logits.detach(), tokens[1:].to(logits.device)))
@@ -214,7 +221,7 @@ def loss_gradient(logits: Tensor, targets: Tensor) -> Tensor:
 
 def fitted_methods(model: PreTrainedModel) -> dict[int, Any]:
     """Return the attached methods that are fitted, by layer; a budget may have removed what is fitted."""
-    return {i: m for i, m in attached_methods(model).items() if hasattr(m, "mean")}
+    return {i: m for i, m in attached_methods(model).items() if m.is_fitted}
 
 
 def record_observations(
@@ -223,28 +230,39 @@ def record_observations(
     sequences: list[Tensor],
     precision: Precision,
     folder: Path,
-    importance: str = "loss",
+    make_probe: Callable[[Any], Any] = ImportanceProbe,
 ) -> list[Path]:
-    """Write the observations of all layers on each sequence `(T,)` to a file of `folder`, unless it exists."""
+    """Write the observations of all layers on each sequence `(T,)` to a file of `folder`, unless it exists.
+
+    make_probe: makes what stands in for a method and has an `observation` after a pass.
+    """
     paths = [folder / f"block-{index:05d}.safetensors" for index in range(len(sequences))]
     pairs = list(zip(paths, sequences, strict=True))
     for path, tokens in ProgressBar(pairs, desc="measuring importance", unit="sequence"):
 
         def observe(tokens: Tensor = tokens) -> dict[str, Tensor]:
-            probes = {i: ImportanceProbe(m.shape, m.window, m.sinks, importance) for i, m in methods.items()}
-            backpropagate(model, probes, tokens, precision)
-            return {f"{i}.{name}": x for i, probe in probes.items() for name, x in vars(probe.observation).items()}
+            probes = {i: make_probe(method) for i, method in methods.items()}
+            if all(isinstance(probe, LossProbe) for probe in probes.values()):
+                backpropagate(model, probes, tokens, precision)
+            else:
+                with attached_probes(model, probes), precision.context(), torch.no_grad():
+                    model(tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+            return {
+                f"{layer}.{name}": x.cpu().contiguous()
+                for layer, probe in probes.items()
+                for name, x in vars(probe.observation).items()
+            }
 
         load_or_compute(path, observe)
     return paths
 
 
-def read_observations(paths: list[Path], layer: int) -> list[Observation]:
-    """Read one layer's observations, by sequence."""
+def read_observations(paths: list[Path], layer: int, kind: type[Any] = Observation) -> list[Any]:
+    """Read one layer's observations, of that dataclass, by sequence."""
     observations = []
     for path in paths:
         with safe_open(path, "pt") as file:
-            observations.append(Observation(*(file.get_tensor(f"{layer}.{item.name}") for item in fields(Observation))))
+            observations.append(kind(*(file.get_tensor(f"{layer}.{item.name}") for item in fields(kind))))
     return observations
 
 
