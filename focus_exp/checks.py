@@ -209,6 +209,11 @@ def check_recipe(config: Config) -> Iterator[str]:
     trains_router = bool(recipe.phases) and all(phase.trainable == "router" for phase in recipe.phases.values())
     if recipe.trains("lora") and config.has_router:
         yield f"recipe={recipe.name} must go with attention=full (got {attention}). Or type recipe=retrofit."
+    if recipe.trains("lora") and (config.eval.adapters or config.eval.fit_variants):
+        yield (
+            f"eval.adapters and eval.fit_variants must be empty with recipe={recipe.name}: routers belong to the "
+            "frozen base. Type 'eval.adapters=[]' 'eval.fit_variants=[]'."
+        )
     if recipe.trains("lora") and recipe.trains("all"):
         yield f"recipe={recipe.name} must not train both LoRA and the base weights. Leave one of them out."
     if trains_router and not (config.has_router or config.dual):

@@ -4,6 +4,7 @@ import json
 import math
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -477,6 +478,8 @@ def test_rows_have_a_difference_only_of_means_of_items(value, base, key, expecte
     ours, reference = result([1.0] * 9 + [0.0, 1.0, 0.0], value), result([1.0] * 10 + [0.0, 0.0], base)
     change = ours.change(ours.metrics[0], reference)
     assert (change and change.value) == expected
+    for others in ({"version": "2"}, {"source": "elsewhere"}, {"shots": 5}):  # of other items
+        assert ours.change(ours.metrics[0], replace(reference, **others)) is None
 
 
 @pytest.fixture

@@ -99,6 +99,19 @@ def test_generation_failed_full_attention_has_an_error_and_no_agreement(make_gen
     assert "no room" in full.error and hard.tokens == 12 and hard.agreeing is None
 
 
+def test_generation_takes_every_token_of_a_prompt_as_text(make_generation, monkeypatch):
+    generation, masks = make_generation("generate.prompts=1", "generate.top_k=[1]"), []
+    generate = generation.model.generate
+
+    def record_mask(**options):
+        masks.append(options["attention_mask"])
+        return generate(**options)
+
+    monkeypatch.setattr(generation.model, "generate", record_mask)
+    generation.generate(0, torch.tensor([5, 0, 7, 0, 9]), "base")  # 0 is the token of padding
+    assert masks[0].tolist() == [[1] * 5]
+
+
 @pytest.mark.parametrize("sequences", [1, 2, 4, 5, 8, 40])
 def test_prompts_are_distinct_and_spread(sequences):
     tokens = np.zeros(8 * sequences, dtype=np.int32)

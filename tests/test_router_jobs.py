@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from running import only_run, outcome, record_of, router_steps, run, tiny, without_attention
+from running import fitting, only_run, outcome, record_of, router_steps, run, tiny, without_attention
 
 from focus_exp.errors import UserError
 from focus_exp.evaluation import perplexity
@@ -91,6 +91,37 @@ def test_train_fit_variants_are_fitted_to_texts_of_their_own(tmp_path, caplog):
         alone, fitted = fit(name, "fits/here", *options)
         assert alone.find("nll", "focus_dual") is not None
         assert fitted["adapter-here"] == adapters[f"adapter-{name}"]
+
+
+def test_train_fit_variants_file_that_changed_is_refused(tmp_path):
+    overlay = tmp_path / "conf" / "variant" / "fits" / "mine.yaml"
+    overlay.parent.mkdir(parents=True)
+    overlay.write_text("# @package _global_\ndefaults: [/variant/shared/two_encoders, _self_]\nvariant: mine\n")
+    command = [*tiny(tmp_path), router_steps(1), "budget=quick", "--config-dir", str(tmp_path / "conf")]
+    command.append("eval.fit_variants=[fits/mine]")
+    assert run(*command).code == 0 and "already finished" in run(*command).out
+    overlay.write_text(overlay.read_text() + "attention: {density: 0.9}\n")
+    result = run(*command)
+    assert result.code == 2 and "mine" in result.err and "overwrite=true" in result.err
+    assert run(*command, "overwrite=true").code == 0
+
+
+def test_adapters_of_equal_name_are_rows_of_their_own(tmp_path):
+    options = [router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
+    adapters = []
+    for length in ("24", "28"):
+        assert run(*tiny(tmp_path, length), *options, f"data.seq_len={length}").code == 0
+        adapters.append(str(only_run(tmp_path / length) / "adapter-two_encoders"))
+    assert run(*tiny(tmp_path), router_steps(1), f"eval.adapters=[{','.join(adapters)}]").code == 0
+    record = record_of(tmp_path)
+    names = {m.variant for m in record.measurements if m.variant.startswith("focus_dual")}
+    assert len(names) == 2 and len({record.find("nll", name) for name in names}) == 2
+
+
+def test_fit_to_too_little_text_is_refused(tmp_path):
+    short = ["attention=focus_dual", "attention.top_k=1", "recipe=none", "attention.calibration_sequences=30"]
+    result = run(*fitting(*tiny(tmp_path), *short, "attention.validation_sequences=20", "data.max_train_tokens=300"))
+    assert result.code == 2 and "attention.validation_sequences" in result.err
 
 
 def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_path, monkeypatch):

@@ -129,7 +129,7 @@ class RouterTraining(Options):
 class FocusDualOptions(LocalOptions):
     """Options of `focus_dual`."""
 
-    groups: int = option(32, least=1)
+    groups: int = option(32, least=2)
     top_k: int = option(4, least=1, most="groups")
     heads: str = option("kv", choices=("kv", "layer"))
     counts: str = option("query", choices=("query", "pair", "head"))

@@ -130,10 +130,13 @@ class TaskResult:
     def change(self, metric: Metric, base: TaskResult | None) -> Change | None:
         """Return the paired change of a metric from the base; None where it has none.
 
-        A metric that is not the mean of its items has none: the change of its items could be of the other sign.
+        A metric that is not the mean of its items has none: the change of its items could be of the other sign. Nor
+        have results of other items: of another version or source of the task.
         """
         reference = next((other for other in base.metrics if other.name == metric.name), None) if base else None
         if base is None or reference is None:
+            return None
+        if (self.version, self.shots, self.source) != (base.version, base.shots, base.source):
             return None
         scores, others = metric.scores(self.samples), reference.scores(base.samples)
         if not metric.is_mean_of(scores) or not reference.is_mean_of(others):

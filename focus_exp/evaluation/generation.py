@@ -125,8 +125,9 @@ class Generation:
         start = time.perf_counter()
         try:
             with disable_method(model) if kind == "base" else nullcontext(), self.precision.context():
+                ids = prompt[None].to(model.device)
                 output: Any = model.generate(  # type: ignore[operator]
-                    input_ids=prompt[None].to(model.device), max_new_tokens=settings.new_tokens,
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.new_tokens,
                     do_sample=False, use_cache=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
                 )  # fmt: skip
         except (RuntimeError, UserError) as error:

@@ -246,15 +246,16 @@ class GroupAnalysis:
 
     def class_costs(self, full: np.ndarray, hard: np.ndarray) -> Iterator[Measurement]:
         """Yield the loss by class of the predicted token, and its paired change."""
-        # only from there on does a query have distant keys
-        beyond = np.arange(full.shape[1]) > self.routing.window + self.routing.sinks
+        # a query has distant keys only from there on, and predicts the next token
+        beyond = np.arange(full.shape[1]) > self.routing.window + self.routing.sinks + 1
         for number, name in [(None, "all"), *enumerate(CLASSES)]:
             chosen = np.broadcast_to(beyond & ((self.classes == number) if number is not None else True), full.shape)
             counts = chosen.sum(axis=1)
-            if not counts.all():
+            if not (has := counts > 0).any():  # sequences without the class say nothing of it
                 continue
-            means = [np.mean(nll, axis=1, where=chosen, dtype=np.float64) for nll in (full, hard)]
-            change = estimate(means[1] - means[0], counts, self.scored.documents)
+            means = [np.mean(nll[has], axis=1, where=chosen[has], dtype=np.float64) for nll in (full, hard)]
+            documents = [name for name, in_it in zip(self.scored.documents, has, strict=True) if in_it]
+            change = estimate(means[1] - means[0], counts[has], documents)
             low, high = change.bounds
             nll = float(np.mean(full, where=chosen, dtype=np.float64))
             common: dict[str, Any] = {"unit": "nats", "n": int(counts.sum()), "settings": {"word_class": name}}

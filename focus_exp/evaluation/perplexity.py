@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import time
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, count_pairs, group_sizes
 from focus_exp.config import Config
+from focus_exp.config_hash import hash_adapter
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import (
@@ -370,8 +372,11 @@ class PerplexityEvaluator:
         """Score adapters of other runs in place of what is attached."""
         described = [(folder, read_description(folder)) for folder in self.adapters]
         methods = [*(other.name for other in self.variants), *(description["method"] for _, description in described)]
-        for folder, description in described:
-            method, name = description["method"], adapter_name(folder)
+        names = [adapter_name(folder) for folder in self.adapters]
+        for (folder, description), name in zip(described, names, strict=True):
+            method = description["method"]
+            if names.count(name) > 1:
+                name = f"{name} of {Path(folder).absolute().parent.name}"
             variant = Variant(
                 name=method if methods.count(method) == 1 else f"{method}, {name}", kind="control", method=method,
                 tokens=description.get("tokens"), fit_seconds=description.get("fit_seconds"),
@@ -383,7 +388,7 @@ class PerplexityEvaluator:
                 continue
             with swap_methods(self.model, attached):
                 set_routing(self.model, hard=True)
-                self.add(replace(variant, causal=is_causal(self.model)))
+                self.add(replace(variant, causal=is_causal(self.model)), json.dumps(hash_adapter(str(folder))))
 
     @torch.no_grad()
     def layer_sequences(self) -> list[Sequence]:

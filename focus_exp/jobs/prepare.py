@@ -117,7 +117,8 @@ def shared_folder(run: Run, text: TokenStream, cache: Path) -> Path:
         request_batch_size=1, batch_size=1,
     )  # fmt: skip
     key = [
-        config.model, run.record.model["fingerprint"], text.digest, settings, config.assets, run.precision.name,
+        config.model, run.record.model["fingerprint"], run.record.model.get("tokenizer"), text.digest,
+        settings, config.assets, run.precision.name,
         run.precision.device.type,
     ]  # fmt: skip
     return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]

@@ -66,6 +66,14 @@ def check_inputs(config: Config, record: Record) -> None:
             raise UserError(f"{key} must be that of {run_folder(config)}, {then} (got {place}, {now}). {REPEAT}")
 
 
+def check_fit_variants(config: Config, hashes: dict[str, str]) -> None:
+    """Raise UserError if files of eval.fit_variants, by configuration hash, have changed since the run started."""
+    record = None if config.overwrite else earlier_record(config)
+    changed = sorted(name for name, then in (record.fit_variants if record else {}).items() if hashes.get(name) != then)
+    if changed:
+        raise UserError(f"{', '.join(changed)} must be as when {run_folder(config)} started (got another). {REPEAT}")
+
+
 def check_fingerprint(part: str, earlier: dict[str, Any], fingerprint: str, folder: Path) -> None:
     """Raise UserError if the run started with another model or text, which its checkpoints belong to."""
     then = earlier.get("fingerprint")

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FitOptions, FocusOptions
 from focus_exp.config import Config, RecipeConfig, TuneConfig, get_method_options
+from focus_exp.config_hash import config_hash
 from focus_exp.data import SequenceDataset, load_corpus
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import SOFT
@@ -23,7 +24,7 @@ from focus_exp.jobs.compose import command_overrides, compose_variant, variant_n
 from focus_exp.jobs.cost import CostEstimator
 from focus_exp.jobs.evaluate import load_trained
 from focus_exp.jobs.prepare import Setup, prepare, training_sequences
-from focus_exp.jobs.resume import finished_record, print_finished
+from focus_exp.jobs.resume import check_fit_variants, finished_record, print_finished
 from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
@@ -70,14 +71,17 @@ def train(config: Config) -> None:
     in the path and in every table. Shorter than 256 tokens on a CPU and 2,048 on a GPU, masked attention gives the
     same result without a speedup.
     """
+    fitted = compose_fit_variants(config)
+    hashes = {name: config_hash(variant) for name, variant in fitted.items()}
+    check_fit_variants(config, hashes)
     if print_finished(config):
         return
     device = choose_device(config.trainer.accelerator)
     check_strategy(config, device)
-    fitted = compose_fit_variants(config)
     tuned, trials = tune_learning_rate(config)
     with process_group(config.trainer, device.type), open_run(config) as run:
         run.config, run.record.config, run.record.trials = tuned, asdict(tuned), trials
+        run.record.fit_variants = hashes
         if trials:
             print(f"learning rate {last_rate(tuned):g}, the best of {len(trials)} on validation text")
         with sequential_by_rank(config.trainer.devices):
@@ -264,6 +268,14 @@ def fit_to_base(
     """
     cache, seed, precision = cache_root(run.config.cache_dir), run.config.seed, run.precision
     sample = sequences.sample(options.calibration_sequences, seed + 1)
+    if len(sample) <= options.validation_sequences:
+        raise UserError(
+            f"the training text must have more than {options.validation_sequences} sequences of data.seq_len="
+            f"{sequences.seq_len} for the fit (got {len(sample)}). Use more text, a smaller data.seq_len, or a smaller "
+            "attention.validation_sequences."
+        )
+    if len(sample) < options.calibration_sequences:
+        run.warn(f"fitted to {len(sample)} sequences: the training text has no more")
     return sample, *fit_attached(model, sample, options, precision, cache, seed)
 
 

@@ -51,6 +51,7 @@ class Record:
     Args:
         tokens_seen: of training steps and of the sequences that routers were fitted to and balanced on.
         fit_seconds: of `train_seconds`, before any phase, in whichever run the fit was made.
+        fit_variants: configuration hashes of eval.fit_variants, by name.
         continuations: texts of job=generate.
         warnings: of the run about itself.
         error: why the run did not finish, or how far it is while it runs. A killed run stays `running`.
@@ -80,6 +81,7 @@ class Record:
     peak_memory_bytes: int | None = None
     trials: list[Trial] = field(default_factory=list)
     variants: list[VariantRun] = field(default_factory=list)
+    fit_variants: dict[str, str] = field(default_factory=dict)
     continuations: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: str | None = None
