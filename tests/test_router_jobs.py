@@ -109,11 +109,11 @@ def test_train_fit_variants_file_that_changed_is_refused(tmp_path):
 def test_adapters_of_equal_name_are_rows_of_their_own(tmp_path):
     options = [router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
     adapters = []
-    for length in ("24", "28"):
+    for length in ("40", "48"):
         assert run(*tiny(tmp_path, length), *options, f"data.seq_len={length}").code == 0
         adapters.append(str(only_run(tmp_path / length) / "adapter-two_encoders"))
     assert run(*tiny(tmp_path), router_steps(1), f"eval.adapters=[{','.join(adapters)}]").code == 0
-    record = record_of(tmp_path)
+    record = record_of(tmp_path / "runs")
     names = {m.variant for m in record.measurements if m.variant.startswith("focus_dual")}
     assert len(names) == 2 and len({record.find("nll", name) for name in names}) == 2
 
@@ -122,6 +122,9 @@ def test_fit_to_too_little_text_is_refused(tmp_path):
     short = ["attention=focus_dual", "attention.top_k=1", "recipe=none", "attention.calibration_sequences=30"]
     result = run(*fitting(*tiny(tmp_path), *short, "attention.validation_sequences=20", "data.max_train_tokens=300"))
     assert result.code == 2 and "attention.validation_sequences" in result.err
+    few = ["attention=focus_dual", "recipe=none", "attention.calibration_sequences=2", "attention.groups=500"]
+    result = run(*fitting(*tiny(tmp_path), *few, "attention.validation_sequences=1"))
+    assert result.code == 2 and "attention.groups must be at most" in result.err
 
 
 def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_path, monkeypatch):

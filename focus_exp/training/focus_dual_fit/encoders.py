@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.router import balance_potential
+from focus_exp.errors import UserError
 from focus_exp.training.focus_dual_fit.importance import Observation
 
 CLUSTERED_TOKENS = 8192
@@ -165,7 +166,10 @@ def cluster_keys(vectors: Tensor, groups: int, generator: torch.Generator) -> Te
     sample = x[:, torch.randperm(x.shape[1], generator=generator)[:CLUSTERED_TOKENS]]
     centers = sample[:, :groups]
     if centers.shape[1] < groups:
-        raise ValueError(f"{x.shape[1]} tokens cannot start {groups} groups; fit to longer or more sequences")
+        raise UserError(
+            f"attention.groups must be at most {x.shape[1]}, the tokens of the fit (got {groups}). Use longer or more "
+            "sequences, or fewer groups."
+        )
     for _ in range(10):
         members = F.one_hot(assign_evenly(sample, centers), groups).to(x.dtype)
         centers = F.normalize(members.transpose(-1, -2) @ sample + 1e-6, dim=-1)
