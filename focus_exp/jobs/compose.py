@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +91,21 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
         raise UserError(f"its name must not be {BASE}, the row of the unmodified model. Rename its file.")
     paths = variant_paths(config, name)
     settings = {key for path in paths for key in read_settings(path)}
-    kept = []
+    kept, ignored = [], list[Override]()
     for override in parse_overrides(overrides):
         group, _, key = override.key_or_group.partition(".")
         if override.key_or_group in settings or (group == "data" and "data" in settings and key in OF_A_TEXT):
             # data.* of the command is what a fitted variant is measured on
             if group != "data" or name not in config.eval.fit_variants:
-                log.warning("%s is not applied to variant %s, which sets it", override.input_line, name)
+                ignored.append(override)
         elif override.key_or_group != GROUP:
             kept.append(str(override.input_line))
     overlays = [f"+{GROUP}=[{','.join(paths)}]"] if paths else []
     composed = compose_overrides(kept, overlays, changes_method=bool(settings & {"attention", "recipe"}))
+    values = flatten(asdict(composed)) if ignored else {}
+    for override in ignored:
+        if values.get(tuple(override.key_or_group.split("."))) != override.value():
+            log.warning("%s is not applied to variant %s, which sets it", override.input_line, name)
     job = "evaluate" if composed.adapter else "train"
     variant = replace(composed, job=job, variant=name, variants=[], shared_variant=None, references=[])
     if name and variant.attention.method == "full" and not variant.phases:
