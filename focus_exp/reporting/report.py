@@ -157,7 +157,7 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
     if any(row["variant"] for row in rows):
         shown["variant"] = [row["variant"] + (" ‡" if row["causal"] is False else "") for row in rows]
     else:
-        shown["device"] = [row["device"] for row in rows]
+        shown["device"] = _devices(rows, spec)
     for column in spec.columns:
         heads = [f"{column.label}, paper", f"{column.label}, ours"] if column.is_measured else [column.label]
         shown[heads[0]] = [_paper_text(row[f"paper_{column.key}"], column, spec.name) for row in rows]
@@ -167,6 +167,15 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
         shown["sparsity [%]"] = [row["sparsity"] or ABSENT for row in rows]
     shown["seeds"] = [format_number(row["seeds"] or None, 0) for row in rows]
     return pd.DataFrame(shown)
+
+
+def _devices(rows: list[dict[str, Any]], spec: Spec) -> list[str]:
+    """Return the device of each row, with the commit where it was measured more than once."""
+    places = [(*(row[name] for name in spec.key), row["device"]) for row in rows]
+    return [
+        f"{row['device']}, commit {row['commits']}" if places.count(place) > 1 else row["device"]
+        for row, place in zip(rows, places, strict=True)
+    ]
 
 
 def _key_text(cell: Any) -> str:

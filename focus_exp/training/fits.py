@@ -58,7 +58,7 @@ NOT_FITTED = (
 
 
 class Fit(NamedTuple):
-    """How the layers of a method are fitted.
+    """Fit of the layers of a method.
 
     Args:
         fit: of a layer to its observations; it may return tensors to cache besides the method's own.
