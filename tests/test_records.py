@@ -32,7 +32,7 @@ def test_find_stale_names_changed_files_and_renew_mends_them(runs):
     write_report(load_results(runs), runs / "report")
     record = (place / "record.json").read_bytes()
     assert find_stale(runs) == []
-    changed = [place / "table.md", runs / "report" / "claims.csv"]
+    changed = [place / "table.md", runs / "report" / "claims.csv", runs / "report" / "report.md"]
     for file in changed:
         file.write_text("id\ntyped by hand")
     assert {line.split()[0] for line in find_stale(runs)} == set(map(str, changed))

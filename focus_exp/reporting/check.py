@@ -7,7 +7,7 @@ from pathlib import Path
 
 from focus_exp.reporting.load import load_results, load_run
 from focus_exp.reporting.pages import render_pages
-from focus_exp.reporting.report import REPORT, check_report, report_tables
+from focus_exp.reporting.report import REPORT, check_report, render_markdown, report_tables
 from focus_exp.reporting.run_report import TABLE, render_run, run_tables, write_run_report
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.losses import LOSSES, find_inconsistent, is_same_change, read_losses
@@ -18,14 +18,16 @@ def find_stale(records: Path, budget: str = "") -> list[str]:
     """Return what no longer follows from the measurements below `records`.
 
     Checks the intervals against the losses, the table of each run, the tables of the report (within a tolerance), and
-    the numbers of README.md and docs/results.md.
+    the texts of the report, README.md and docs/results.md.
     """
     wrong = check_runs(sorted(path.parent for path in records.rglob(RECORD)))
     report = records / REPORT
     if report.is_dir():
-        tables = report_tables(load_results(records, budget))
+        results = load_results(records, budget)
+        tables = report_tables(results)
         wrong += [f"{report / name} does not follow from the measurements" for name in check_report(tables, report)]
-        for page, text in render_pages(records, tables).items():
+        pages = {report / f"{REPORT}.md": render_markdown(results, tables)} | render_pages(records, tables)
+        for page, text in pages.items():
             if not page.exists() or page.read_text(encoding="utf-8") != text:
                 wrong.append(f"{page} does not follow from its template and the measurements")
     return wrong
