@@ -105,8 +105,8 @@ class BlockProbe(FullAttention):
         heads = (k.shape[1], -1)
         pooled = torch.cat([blocks.pool(k, pool)[0] for pool in POOLS], -1)
         return BlockObservation(
-            queries=(q[0].unflatten(0, heads) * args.scaling).half(), pooled=pooled.half(),
-            mass=torch.cat(mass, 1).unflatten(0, heads).half(), candidates=torch.cat(candidates),
+            queries=(q[0].unflatten(0, heads) * args.scaling).half().cpu(), pooled=pooled.half().cpu(),
+            mass=torch.cat(mass, 1).unflatten(0, heads).half().cpu(), candidates=torch.cat(candidates).cpu(),
         )  # fmt: skip
 
 

@@ -144,9 +144,9 @@ class ImportanceProbe(LossProbe):
             first.append(part.first.int())
             top.append(top_keys(self.importance(part), min(TOP_KEYS, k.shape[1])))
         keys, fractions, total = (torch.cat(x, 1).transpose(0, 1) for x in zip(*top, strict=True))
-        self.observation = Observation(
-            self.hidden[0].to(torch.bfloat16), k.transpose(0, 1).bfloat16(), keys, fractions, total, torch.cat(first),
-        )  # fmt: skip
+        hidden, vectors = self.hidden[0].to(torch.bfloat16), k.transpose(0, 1).bfloat16()
+        recorded = (hidden, vectors, keys, fractions, total, torch.cat(first))
+        self.observation = Observation(*(x.cpu() for x in recorded))  # the device has no room for those of all layers
 
 
 def loss_changes(
@@ -248,7 +248,7 @@ def record_observations(
                 with attached_probes(model, probes), precision.context(), torch.no_grad():
                     model(tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
             return {
-                f"{layer}.{name}": x.cpu().contiguous()
+                f"{layer}.{name}": x.contiguous()
                 for layer, probe in probes.items()
                 for name, x in vars(probe.observation).items()
             }
