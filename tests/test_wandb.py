@@ -13,6 +13,8 @@ def test_wandb_mode_follows_request_then_environment_then_key(monkeypatch, tmp_p
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert logging.wandb_mode("auto") == "offline"
     assert logging.wandb_mode("disabled") == "disabled"
+    monkeypatch.setattr("wandb.login", lambda **options: not options["prompt"])
+    assert logging.wandb_mode("auto") == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert logging.wandb_mode("auto") == "disabled"
 

@@ -25,7 +25,7 @@ def wandb_mode(requested: str) -> str:
         return mode
     import wandb
 
-    return "online" if wandb.api.api_key else "offline"
+    return "online" if wandb.login(prompt=False, verify=False) else "offline"
 
 
 def init_options(config: dict[str, Any]) -> dict[str, Any]:
