@@ -159,7 +159,7 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
 
 
 def tiny_variants(folder, plain):
-    """Copies of an experiment's variants without a model, data or tasks of their own; returns arguments for them."""
+    """Copies of an experiment's variants without a model, data, length or tasks of their own; returns arguments for them."""
     for path in plain.variants:
         source = CONF / "variant" / (path if "/" in path else f"{plain.experiment}/{path}")
         overlay = OmegaConf.load(f"{source}.yaml")
@@ -167,6 +167,7 @@ def tiny_variants(folder, plain):
             item for item in overlay.get("defaults", []) if not {"override /model", "override /data"} & {*item}
         ]
         overlay.get("eval", {}).pop("tasks", None)
+        overlay.get("data", {}).pop("seq_len", None)
         target = folder / "conf" / "variant" / "tiny" / f"{source.name}.yaml"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("# @package _global_\n" + OmegaConf.to_yaml(overlay), encoding="utf-8")
