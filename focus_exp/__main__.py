@@ -101,7 +101,8 @@ def catch_errors(work: Callable[[], None]) -> int:
         print("error: a job of the sweep failed, for the reason above or in <runs_dir>/.sweeps", file=sys.stderr)
         return failure.code
     except Interrupted as stop:
-        print(f"{stop}. Re-run the same command to resume.", file=sys.stderr)
+        without = " without overwrite=true" if "overwrite=true" in sys.argv else ""
+        print(f"{stop}. Re-run the same command{without} to resume.", file=sys.stderr)
         return 128 + stop.signum
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:

@@ -54,6 +54,8 @@ def check_setting(argument: str) -> None:
         key = argument.lstrip("+~").partition("=")[0]
         if not key.startswith("attention.") and (reason := renamed_key_reason(key)):  # methods have keys of their own
             raise UserError(reason)
+        if argument.lower() == f"{key}=null" and (choices := find_choices(key)):
+            raise UserError(f"{key} must be a choice (got null){did_you_mean('', choices)}")
         return
     name = Path(argument).stem
     if Path(conf_dir(), "experiment", f"{name}.yaml").is_file():
@@ -210,6 +212,9 @@ MESSAGES = {
     ),
     r"Value '(?P<value>[\s\S]*)' of type '\w+' could not be converted to (?P<kind>\w+)\s+full_key: (?P<key>\S+)": (
         "{key} must be {kind} (got {value})"
+    ),
+    r"Error merging override (?P<key>\S+?)=null\n[\s\S]*is not Optional": (
+        "{key} must have a value (got null). Leave it out for its default."
     ),
     r"launcher/submitit_slurm": "hydra/launcher=slurm needs hydra-submitit-launcher: pip install 'focus_exp[slurm]'",
     r"launcher/joblib": "hydra/launcher=joblib needs hydra-joblib-launcher: pip install 'focus_exp[sweeps]'",

@@ -268,6 +268,15 @@ def test_rows_follow_method_and_training(tiny_model, tmp_path, method, train, ki
         assert row.method == {"trained": "full", "hard": "focus"}.get(row.kind, row.method)
 
 
+def test_perplexity_at_length_is_paired_with_that_of_equal_tokens_by_another_name(measure):
+    base = measure(["perplexity@32"]).bases["perplexity@32"]
+    renamed = replace(BLOCKS.stream, name="another name of the same tokens")
+    evaluator = measure(["perplexity@32"], folder="renamed")
+    evaluator.blocks = SequenceDataset(renamed, 32, bos=BLOCKS.bos, cross_documents=False)
+    result = evaluator.run_perplexity("perplexity@32", "")
+    assert result.change(result.metrics[0], base).value is not None
+
+
 def test_perplexity_at_length_scores_as_many_tokens(measure):
     evaluator = measure(["perplexity@32", "perplexity@64", "perplexity@999"])
 
@@ -480,6 +489,15 @@ def test_rows_have_a_difference_only_of_means_of_items(value, base, key, expecte
     assert (change and change.value) == expected
     for others in ({"version": "2"}, {"source": "elsewhere"}, {"shots": 5}):  # of other items
         assert ours.change(ours.metrics[0], replace(reference, **others)) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "scores", "unit"),
+    [("prompt_level_strict_acc", [0.0, 1.0], "fraction"), ("rougeL", [0.0, 31.5], "rougeL"), ("perplexity", [-2], "")],
+)
+def test_metric_unit_is_that_of_its_items(key, scores, unit):
+    samples = [{"document": f"{i}", "filter": "none", "scores": {key: score}} for i, score in enumerate(scores)]
+    assert Metric(key, "none", 0.0, None, True).unit(samples) == unit
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from focus_exp.attention.kv_cache import GROWTH, SPARE, GroupedCache, GroupedKVP
 from focus_exp.attention.selection import AttentionArgs, Sequence, causal_mask, group_mask, local_mask, select
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
-from focus_exp.models.hf_cache import grouped_caches, is_grouped
+from focus_exp.models.hf_cache import FocusLayer, is_grouped
 from focus_exp.models.load import load_model
 from focus_exp.models.methods import attached_methods, observe_selections
 
@@ -138,6 +138,10 @@ def test_cache_reordered_rows_keep_their_starts(tiny_model):
     torch.testing.assert_close(swapped.flip(0), first, rtol=1e-4, atol=1e-5)
 
 
+def grouped_caches(cache):
+    return [layer.grouped for layer in cache.layers if isinstance(layer, FocusLayer)]
+
+
 def test_cache_layer_without_method_keeps_all_tokens(tiny_model):
     model, ids = attach_focus(tiny_model("llama"), layers=[1]), make_tokens()
     found, cache = run_in_chunks(model, ids, [9, 5] + [1] * 26)
@@ -147,7 +151,7 @@ def test_cache_layer_without_method_keeps_all_tokens(tiny_model):
 
 def test_generate_non_causal_raises(tiny_model):
     model = attach_focus(tiny_model("llama"), assignment="sinkhorn")
-    for options in ({}, {"use_cache": False}):
+    for options in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(make_tokens(1))}):
         with pytest.raises(UserError, match="non-causal.*balanced"):
             model.generate(make_tokens(1), max_new_tokens=2, **options)
     detach(model)

@@ -1,6 +1,7 @@
 """job=compare: every variant is a run, and the comparison is one table of them."""
 
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -217,6 +218,16 @@ def test_compare_base_is_measured_once_per_text(tmp_path, scored):
     assert not [m for m in records(tmp_path)[None].measurements if m.variant == "longer"]
     overwritten = run(*settings(tmp_path, **other), "overwrite=true")
     assert "variant 6 of 6: longer" in overwritten.out
+
+
+def test_report_leaves_out_a_variant_that_was_repeated_since(tmp_path):
+    succeed(*settings(tmp_path, one=["attention=window", "recipe=none"], two=["attention=sparq", "recipe=none"]))
+    loaded = records(tmp_path)
+    assert set(rows_by_variant(tmp_path)) == {None, "one", "two"}
+    replace(loaded["two"], started="2000-01-01T00:00:00+00:00").save(loaded["two"].path)
+    assert set(rows_by_variant(tmp_path)) == {None, "one"}
+    report = select(load_results(tmp_path / "runs").rows, {"metric": "nll_change", "reference": "base"})
+    assert not [row for row in report if row.reference == "one" or row.reference == "two"]
 
 
 def test_base_is_scored_once_for_other_tasks_and_seeds(tmp_path, scored, monkeypatch):

@@ -304,6 +304,12 @@ def test_take_turns_yields_every_document_in_order_and_equal_parts(lengths):
         assert max(taken.values()) - min(taken.values()) <= 50
 
 
+def test_load_corpus_mixture_of_the_same_text_twice_raises(tmp_path):
+    cfg = DataConfig(name="mixture", source="mixture", parts=["pg19", "books"])
+    with pytest.raises(UserError, match="data.parts must be different texts .got pg19,books"):
+        load_corpus(cfg, None, assets="embedded", cache=tmp_path)
+
+
 @pytest.mark.real
 def test_load_corpus_mixture_holds_its_parts_and_their_splits(tmp_path):
     cfg = DataConfig(name="mixture", source="mixture", parts=["books", "code"], max_train_tokens=500_000)

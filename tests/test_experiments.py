@@ -159,7 +159,7 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
 
 
 def tiny_variants(folder, plain):
-    """Copies of an experiment's variants without a model, data, length or tasks of their own; returns arguments for them."""
+    """Copy an experiment's variants without model, data, length and tasks of their own; returns arguments for them."""
     for path in plain.variants:
         source = CONF / "variant" / (path if "/" in path else f"{plain.experiment}/{path}")
         overlay = OmegaConf.load(f"{source}.yaml")

@@ -7,7 +7,7 @@ from unittest.mock import DEFAULT, Mock
 import numpy as np
 import pytest
 import torch
-from builders import make_config
+from builders import attach_focus, make_config
 from running import DUAL, fitting, only_run, succeed, tiny
 
 from focus_exp import attach
@@ -153,3 +153,19 @@ def test_measure_cache_counts_what_sliding_layers_hold(tiny_model):
         torch.arange(3, 23)[None], max_new_tokens=5, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True
     )
     assert measure_cache(output.past_key_values)[0] == (24 + 8) / 2
+
+
+def test_measure_cache_counts_layers_with_full_attention(tiny_model):
+    model = attach_focus(tiny_model("llama"), layers=[1])
+    output = model.generate(
+        torch.arange(3, 63)[None], max_new_tokens=5, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True
+    )
+    cache = output.past_key_values
+    assert measure_cache(cache)[0] == (64 + cache.layers[1].grouped.pairs_read) / 2
+    assert cache.layers[1].grouped.pairs_read < 64
+
+
+def test_key_gate_generates(tmp_path):
+    succeed(*fitting(*tiny(tmp_path), "attention=key_gate", "recipe=none", "job=generate"))
+    rows = continuations(tmp_path)
+    assert [row.variant for row in rows[:3]] == ["text", "base", "key_gate"] and not rows[2].error and rows[2].text

@@ -8,8 +8,10 @@ import pytest
 from builders import make_config
 
 from focus_exp.config_hash import config_hash
+from focus_exp.errors import UserError
 from focus_exp.results.environment import commit
 from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
+from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import run_folder
 from focus_exp.results.setup import setup_key
@@ -25,6 +27,21 @@ def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:
     path = tmp_path / MEASUREMENTS
     path.write_text(format_measurements(written), encoding="utf-8")
     assert format_measurements(read_measurements(path)) == format_measurements(written)
+
+
+@pytest.mark.parametrize("cut", [-40, -3])
+def test_damaged_measurements_are_one_error(tmp_path: Path, cut: int) -> None:
+    rows = [Measurement(variant="sparq", metric="nll", value=1.5, settings={"error": "out of memory"})]
+    path = tmp_path / MEASUREMENTS
+    path.write_text(format_measurements(rows)[:cut], encoding="utf-8")
+    with pytest.raises(UserError, match=f"{MEASUREMENTS} is damaged"):
+        read_measurements(path)
+
+
+def test_damaged_lines_of_a_log_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n{"step"', encoding="utf-8")
+    assert read_metrics(path) == [{"step": 1}, {"step": 3}]
 
 
 @pytest.mark.parametrize(

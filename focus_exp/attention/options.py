@@ -163,6 +163,8 @@ class EncoderTraining(FitOptions):
 
 def did_you_mean(name: str, names: list[str]) -> str:
     """Return the end of an error about an unknown name: the nearest of `names`, or all of them."""
+    if not names:
+        return ""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else f"; use one of {', '.join(names)}"
 

@@ -108,7 +108,12 @@ def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
         return find_embedded(cfg.source, cache)
     if cfg.source == "mixture":
         values = {part: {k: v for k, v in shipped("data")[part].items() if k != "defaults"} for part in cfg.parts}
-        return mix({part: find_source(DataConfig(**values[part]), policy, cache) for part in cfg.parts})
+        sources = {part: find_source(DataConfig(**values[part]), policy, cache) for part in cfg.parts}
+        if len({json.dumps(source.identity, sort_keys=True) for source in sources.values()}) < len(sources):
+            raise UserError(
+                f"data.parts must be different texts (got {','.join(cfg.parts)}, of which two are the same)."
+            )
+        return mix(sources)
     assert cfg.hub_id
     if uses_embedded(policy, "datasets", cfg.hub_id, is_shipped("data", cfg.hub_id)):
         return find_embedded("books", cache)

@@ -111,6 +111,7 @@ def find_texts(pattern: str) -> list[TextFile]:
         hub = f", or data=hub data.hub_id={pattern} for the Hub" if HUB_ID.fullmatch(pattern) else ""
         reason = f"the folder has no {', '.join((*TEXT_SUFFIXES, *ROW_SUFFIXES))} file"
         reason = f"{reason}. Name others with a glob" if root.is_dir() else "no such folder, and no file matches"
+        reason += "; a list of files is not supported, use a glob" if pattern.startswith("[") else ""
         raise UserError(f"data.files={pattern}: {reason}{hub}.")
     unique: dict[str, tuple[str, Path]] = {}  # core -> digest, path
     for path in paths:

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 Unit = tuple[str, int, int]
 NO_FILTER = "none"
 PERPLEXITY = "perplexity"
-FRACTIONS = ("acc", "exact_match", "em", "f1")  # metrics that are fractions of the items
+FRACTIONS = ("acc", "exact_match", "em", "f1")  # metrics between 0 and 1, whatever their items
 PRIMARY = ("acc_norm", "acc")  # shown first
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 
@@ -74,11 +74,7 @@ class Metric:
 
     @property
     def is_perplexity(self) -> bool:
-        return self.name.endswith(PERPLEXITY)
-
-    @property
-    def is_fraction(self) -> bool:
-        return self.key.split("_norm")[0] in FRACTIONS
+        return self.key.endswith(PERPLEXITY)
 
     @property
     def rank(self) -> int:
@@ -88,7 +84,15 @@ class Metric:
     @property
     def sign(self) -> int:
         """Return -1 for a perplexity, whose items have log-likelihoods."""
-        return -1 if self.key.endswith(PERPLEXITY) else 1
+        return -1 if self.is_perplexity else 1
+
+    def unit(self, samples: list[dict[str, Any]]) -> str:
+        """Return "fraction" for scores between 0 and 1, "" for a perplexity, else the metric's name."""
+        if self.is_perplexity:
+            return ""
+        scores = self.scores(samples).values()
+        is_fraction = self.key.split("_norm")[0] in FRACTIONS or (scores and all(0 <= score <= 1 for score in scores))
+        return "fraction" if is_fraction else self.name
 
     def scores(self, samples: list[dict[str, Any]]) -> dict[Unit, float]:
         """Return the score of each item, or of each sequence of a document."""
@@ -153,7 +157,7 @@ class TaskResult:
             documents = [document for document, _, _ in metric.scores(self.samples)]
             common: dict[str, Any] = {
                 "variant": variant.name, "density": density, "n": len(set(units_of(documents).tolist())) or None,
-                "unit": "fraction" if metric.is_fraction else "" if metric.is_perplexity else metric.name,
+                "unit": metric.unit(self.samples),
             }  # fmt: skip
             settings = variant.settings | {
                 "task": task, "lm_eval_metric": metric.name, "task_version": self.version or None,
@@ -389,7 +393,7 @@ class BenchmarkEvaluator:
         pairs = scores.pairs
         return TaskResult(
             [metric], samples, len(indices), pairs.sparsity, pairs.distant_density, pairs.group_fractions,
-            source=blocks.stream.name,
+            source=f"text {blocks.stream.digest[:12]}",
         )  # fmt: skip
 
     def cut_sequences(self, length: int) -> tuple[SequenceDataset, list[int]]:

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.hf_cache import count_keys_and_bytes, grouped_caches
+from focus_exp.models.hf_cache import FocusLayer, count_keys_and_bytes
 from focus_exp.models.methods import disable_method, set_routing
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement, hard_variant
@@ -111,6 +111,8 @@ class Generation:
         top_ks = self.config.generate.top_k
         if dual := self.config.dual:
             return {f"{dual.name} k={k}": k for k in top_ks} or {dual.name: None if dual.has_budget else dual.top_k}
+        if not self.config.has_router:
+            return {self.config.attention.name: None}
         attention = self.config.focus
         return {hard_variant("focus", k, attention.pair_rule): k for k in top_ks or range(1, attention.groups + 1)}
 
@@ -118,7 +120,7 @@ class Generation:
     def generate(self, number: int, prompt: Tensor, name: str) -> Continuation:
         """Return a continuation; a failure becomes the row's error."""
         kind, top_k = ("base", None) if name == FULL else ("hard", self.hard[name])
-        if kind == "hard":
+        if kind == "hard" and (self.config.has_router or self.config.dual):
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=getattr(self.config.attention, "pair_rule", None))
         settings, model = self.config.generate, self.model
         model.generation_config = GenerationConfig()  # a model's own could penalize repetitions, unrecorded
@@ -169,9 +171,10 @@ def repetition(tokens: list[int], size: int = 4) -> float | None:
 
 def measure_cache(cache: Any) -> tuple[float | None, int | None]:
     """Return the keys that the last step read per layer, and the cache's bytes."""
-    if isinstance(cache, Cache) and (grouped := grouped_caches(cache)):
-        return mean(layer.pairs_read for layer in grouped), sum(layer.bytes for layer in grouped)
     if isinstance(cache, DynamicCache):
-        layers = [count_keys_and_bytes(x) for x in cache.layers if isinstance(x, DynamicLayer) and x.keys is not None]
+        filled = [
+            x for x in cache.layers if isinstance(x, FocusLayer) or (isinstance(x, DynamicLayer) and x.keys is not None)
+        ]
+        layers = [count_keys_and_bytes(layer) for layer in filled]
         return float(mean(read for read, _ in layers)), sum(size for _, size in layers)
     return None, None

@@ -42,9 +42,14 @@ class Setup:
     benchmarks: BenchmarkEvaluator
 
     def measure_base(self) -> None:
-        """Score the unmodified model; of perplexity the first round, unless its weights will be trained."""
+        """Score the unmodified model; of perplexity the first round, unless its weights will be trained.
+
+        Raises:
+            UserError: all of eval.tasks failed.
+        """
         self.perplexity.measure_base()
         self.benchmarks.measure_base()
+        self.benchmarks.require_score()
 
     def measure_attached(
         self, before_last: Callable[[], None] = lambda: None, on_round: Callable[[int, int], None] | None = None
@@ -54,7 +59,7 @@ class Setup:
         self.benchmarks.measure_attached()
 
     def write(self, run: Run) -> None:
-        """Add the measurements to the record, and write their losses; UserError where all of eval.tasks failed."""
+        """Add the measurements to the record, and write their losses."""
         run.record.measurements = [
             *run.record.measurements, *self.perplexity.measurements(), *self.benchmarks.measurements
         ]  # fmt: skip
@@ -62,7 +67,6 @@ class Setup:
         losses = ({TEXT: text} if text.nll else {}) | self.benchmarks.losses
         if losses and is_main():
             write_losses(run.folder / LOSSES, losses)
-        self.benchmarks.require_score()
 
 
 def prepare(run: Run) -> Setup:

@@ -358,7 +358,8 @@ def make_trial(config: Config, factor: float) -> Config:
     seeded: dict[str, Any] = {"seed": tune.seed} if hasattr(config.attention, "seed") else {}
     evaluation = replace(
         config.eval, split="validation", max_sequences=tune.sequences, tasks=[], controls=False,
-        top_k=[config.focus.top_k] if config.has_router else [], limit=None, long_range_limit=None,
+        top_k=[config.focus.top_k] if config.has_router else [], limit=None, long_range_limit=None, fit_variants=[],
+        adapters=[],
     )  # fmt: skip
     return replace(
         config, experiment=TRIALS, variant=config.variant or config.recipe.name, seed=tune.seed, eval=evaluation,

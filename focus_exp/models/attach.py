@@ -227,7 +227,7 @@ def get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Any:
     return type(model).get_compiled_call(model, compile_config)
 
 
-def refuse_generation(*_: Any, **__: Any) -> None:
+def refuse_generation(*args: Any, **kwargs: Any) -> None:  # transformers looks for the name kwargs
     raise UserError(
         "this attention is non-causal: the groups of a token depend on later tokens, so no text can be generated. Use "
         "a causal method, such as attention=focus (assignment balanced)."

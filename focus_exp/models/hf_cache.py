@@ -115,11 +115,6 @@ def is_grouped(cache: Cache | None) -> bool:
     return any(isinstance(layer, FocusLayer) for layer in attention_cache_layers(cache))
 
 
-def grouped_caches(cache: Cache) -> list[GroupedCache]:
-    """Return the grouped caches of the attached layers, in order."""
-    return [layer.grouped for layer in attention_cache_layers(cache) if isinstance(layer, FocusLayer)]
-
-
 def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | None:
     """Return the grouped cache layer for `method`; None where it is the base's.
 

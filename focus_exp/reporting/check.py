@@ -17,8 +17,8 @@ from focus_exp.results.record import RECORD, Record
 def find_stale(records: Path, budget: str = "") -> list[str]:
     """Return what no longer follows from the measurements below `records`.
 
-    Checks the intervals against the losses, the table of each run, the tables of the report (within a tolerance), and
-    the texts of the report, README.md and docs/results.md.
+    Checks the intervals against the losses, the table of each run, the tables of the report (within a tolerance),
+    report.md, README.md and docs/results.md.
     """
     wrong = check_runs(sorted(path.parent for path in records.rglob(RECORD)))
     report = records / REPORT

@@ -17,7 +17,7 @@ import pandas as pd
 import yaml
 
 from focus_exp.reporting.aggregate import Row
-from focus_exp.results.comparison import variant_folder
+from focus_exp.results.comparison import load_variant, variant_folder
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MAX_NATS, MIN_SPARSITY, WITHOUT_MASK, Measurement
 from focus_exp.results.metrics import METRICS, read_metrics
@@ -109,7 +109,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the training log of a run, or of all variants of a comparison."""
     lines = read_metrics(folder / METRICS)
     for variant in Record.load(folder / RECORD).variants:
-        log = read_metrics(variant_folder(folder, variant) / METRICS)
+        log = read_metrics(variant_folder(folder, variant) / METRICS) if load_variant(folder, variant) else []
         lines += [{"variant": variant.name, **line} for line in log]
     return lines
 
@@ -118,12 +118,11 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
     """Return the provenance of a run; times in seconds. variant: its name in a comparison, or ""."""
     model, data, setting = record.model, record.data, record.setting
     key, variant = setup_key(record), record.config.get("variant") or ""
-    commit = (record.commit or "").removesuffix("-dirty")
     is_local = model.get("source") == "local"  # named after its folder, which says nothing elsewhere
     return {
         "run": name, "experiment": record.experiment, "variant": variant, "is_variant": bool(variant),
         "status": record.status, "error": record.error, "started": record.started,
-        "command": record.command, "commit": commit, "config_hash": record.config_hash,
+        "command": record.command, "commit": record.commit or "", "config_hash": record.config_hash,
         "setup": key if record.variants else f"{record.experiment}-{key}",
         "seed": record.config.get("seed") if record.seed is None else record.seed,
         "budget": setting("budget", "name"), "requested_model": setting("model", "name"),
@@ -311,7 +310,7 @@ def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
     runs = sorted(runs, key=lambda run: (run.facts["is_variant"], run.record.started))
     facts, rows = [], []
     for run in runs:
-        pairs = [(variant, others.get(variant_folder(run.folder, variant))) for variant in run.record.variants]
+        pairs = [(variant, find_variant(run.folder, variant, others)) for variant in run.record.variants]
         shared, name = {name: run.facts[name] for name in OF_RUN}, run.facts["variant"]
         total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
         seconds = None if None in total else sum(filter(None, total))
@@ -324,6 +323,12 @@ def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
             made = [row.replace(variant=name) for row in run.rows] if name else run.rows
         rows += [row.replace(**shared) for row in made]
     return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), rows)
+
+
+def find_variant(folder: Path, variant: VariantRun, others: dict[Path, Run]) -> Run | None:
+    """Return the run of a variant of the comparison in `folder`; None if it is gone or was repeated since."""
+    run = others.get(variant_folder(folder, variant))
+    return run if run and run.record.started == variant.started else None
 
 
 def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
@@ -366,7 +371,7 @@ def differences(run: Run, rows: list[Row]) -> list[Row]:
             continue
         seen.add(pair)
         assert m.value is not None
-        change = levels[m.variant, "nll_change"]
+        change = levels.get((m.variant, "nll_change"), Row(dof=m.settings.get("dof"), n_units=m.n))
         shown = ours.value, exp(ours.own_nll - m.value)
         for sign, mine, theirs in ((1, ours, other), (-1, other, ours)):
             low, high = (None, None) if m.low is None or m.high is None else sorted((sign * m.low, sign * m.high))

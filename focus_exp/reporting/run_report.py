@@ -29,6 +29,7 @@ from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import replace_file
 
 TABLE = "table.md"
+SCALES = {"fraction": percent, "nats": to_percent}  # of a change, by its unit; of others as it is
 
 
 def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
@@ -118,8 +119,11 @@ def _key(row: Row, reference: str | None = None) -> tuple[Any, ...]:
     return row.subject, row.variant, reference or row.reference
 
 
-def _change(row: Row | None, scale: Callable[[Any], float | None] = to_percent) -> str:
-    return format_interval(scale(row.value), scale(row.low), scale(row.high), sign=True) if row else ABSENT
+def _change(row: Row | None, scale: Callable[[Any], float | None] | None = to_percent) -> str:
+    if row is None:
+        return ABSENT
+    value, low, high = (scale(bound) if scale else bound for bound in (row.value, row.low, row.high))
+    return format_interval(value, low, high, sign=True)
 
 
 def benchmark_table(rows: list[Row]) -> pd.DataFrame:
@@ -128,7 +132,7 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
     changes = {_key(row, BASE): row for row in reversed(rows) if row.metric == "score_change"}
     shown = []
     for row in select(rows, {"metric": "score"}):
-        fraction = row.unit == "fraction"
+        fraction, change = row.unit == "fraction", changes.get(_key(row, BASE))
         shown.append(
             {
                 "task": row.task,
@@ -136,7 +140,7 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
                 "variant": BASE if row.kind == "base" or row.variant is None else row.variant,
                 "routing": row.subject.partition(f" {row.task} ")[0],
                 "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
-                "change": _change(changes.get(_key(row, BASE)), percent if fraction else to_percent),
+                "change": _change(change, SCALES.get(change.unit) if change else None),
                 "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),
             }

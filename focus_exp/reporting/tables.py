@@ -56,7 +56,8 @@ def methods(results: Results) -> pd.DataFrame:
     if points.empty:
         return points
     model = points.model.mode()[0]
-    points = points[(points.model == model) & (points["data"] == points["data"].mode()[0])]
+    points = points[points.model == model]
+    points = points[points["data"] == points["data"].mode()[0]]
     timings = {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu", "model": model}
     speeds = select(results.complete, timings)
     return pd.DataFrame([row | _find_speedups(row, speeds) for row in _methods_by_length(points)])

@@ -21,8 +21,8 @@ A run writes one row a measured number. The columns are
 
 Metrics
     quality    perplexity, nll, nll_change [nats, paired with `reference`; the change of perplexity is its expm1],
-               distant_density (of the pairs beyond window and sinks), largest_group_fraction (of the tokens; mean over
-               layers), eval_tokens, eval_seconds,
+               distant_density (of the pairs beyond window and sinks), largest_group_fraction (of the tokens; of the
+               layer where it is largest), eval_tokens, eval_seconds,
                training_tokens and fit_seconds of an adapter in another method's table
     benchmarks <metric>:<task> with lm-eval's names (acc:hellaswag, acc_norm:piqa, perplexity:lambada_openai) and
                perplexity@<tokens>; their paired changes from `base`: acc_change:hellaswag,
@@ -50,6 +50,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+from focus_exp.errors import UserError, first_line
 
 MEASUREMENTS = "measurements.csv"
 COLUMNS = ("variant", "metric", "value", "low", "high", "reference", "n", "unit", "seed", "density", "settings")
@@ -98,15 +100,24 @@ def _format_settings(settings: dict[str, Any]) -> str:
 
 
 def read_measurements(path: str | Path) -> list[Measurement]:
-    """Read a `measurements.csv`; [] if there is none."""
+    """Read a `measurements.csv`; [] if there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
     path = Path(path)
     if not path.exists():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return [_parse_row(row) for row in csv.DictReader(file)]
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return [_parse_row(row) for row in csv.DictReader(file)]
+    except (ValueError, TypeError, KeyError, csv.Error) as error:
+        raise UserError(f"{path} is damaged ({first_line(error)}). Remove its folder, or restore it.") from error
 
 
 def _parse_row(row: dict[str, str]) -> Measurement:
+    if None in row.values():
+        raise ValueError("a row is cut off")
     values: dict[str, Any] = dict(row)
     for name in ("value", "low", "high", "density"):
         values[name] = float(row[name]) if row[name] else None

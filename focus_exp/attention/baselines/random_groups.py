@@ -22,9 +22,9 @@ class RandomGroupsOptions(GroupOptions):
 class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOptions):
     """Draw groups from (seed, layer, head, position) alone: causal, and independent of padding.
 
-    `shares` `(K,)` are the groups' expected sizes; those of a trained router make the control size-matched, and so
-    density-matched under either pair rule. A token's `top_k` groups are drawn without replacement, the first of them
-    by these shares.
+    `shares` `(K,)` are the groups' expected sizes; those of a trained router make the control size-matched. Its density
+    is a little lower, since a router's groups are less equal within a sequence than over all. A token's `top_k` groups
+    are drawn without replacement, the first of them by these shares.
     """
 
     def __init__(self, shape: LayerShape, options: RandomGroupsOptions) -> None:
