@@ -159,7 +159,7 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
 
 
 def tiny_variants(folder, plain):
-    """Copy an experiment's variants without model, data, length and tasks of their own; returns arguments for them."""
+    """Copy an experiment's variants without model, data and tasks of their own; returns arguments for them."""
     for path in plain.variants:
         source = CONF / "variant" / (path if "/" in path else f"{plain.experiment}/{path}")
         overlay = OmegaConf.load(f"{source}.yaml")
@@ -167,7 +167,7 @@ def tiny_variants(folder, plain):
             item for item in overlay.get("defaults", []) if not {"override /model", "override /data"} & {*item}
         ]
         overlay.get("eval", {}).pop("tasks", None)
-        overlay.get("data", {}).pop("seq_len", None)
+        OmegaConf.update(overlay, "data.seq_len", 32)  # that of `tiny`, also of a variant that includes another
         target = folder / "conf" / "variant" / "tiny" / f"{source.name}.yaml"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("# @package _global_\n" + OmegaConf.to_yaml(overlay), encoding="utf-8")
