@@ -30,6 +30,8 @@ from focus_exp.speed.model import model_shape
 from focus_exp.storage import file_lock
 from focus_exp.training.distributed import is_main, place_base
 
+SCORES_FORMAT = 2  # 1 paired perplexity@N by the name of the text
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -121,7 +123,7 @@ def shared_folder(run: Run, text: TokenStream, cache: Path) -> Path:
         request_batch_size=1, batch_size=1,
     )  # fmt: skip
     key = [
-        config.model, run.record.model["fingerprint"], run.record.model.get("tokenizer"), text.digest,
+        SCORES_FORMAT, config.model, run.record.model["fingerprint"], run.record.model.get("tokenizer"), text.digest,
         settings, config.assets, run.precision.name,
         run.precision.device.type,
     ]  # fmt: skip
