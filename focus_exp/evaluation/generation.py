@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.hf_cache import FocusLayer, count_keys_and_bytes
+from focus_exp.models.hf_cache import count_keys_and_bytes
 from focus_exp.models.methods import disable_method, set_routing
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement, hard_variant
@@ -172,9 +172,6 @@ def repetition(tokens: list[int], size: int = 4) -> float | None:
 def measure_cache(cache: Any) -> tuple[float | None, int | None]:
     """Return the keys that the last step read per layer, and the cache's bytes."""
     if isinstance(cache, DynamicCache):
-        filled = [
-            x for x in cache.layers if isinstance(x, FocusLayer) or (isinstance(x, DynamicLayer) and x.keys is not None)
-        ]
-        layers = [count_keys_and_bytes(layer) for layer in filled]
+        layers = [count_keys_and_bytes(x) for x in cache.layers if isinstance(x, DynamicLayer) and x.get_seq_length()]
         return float(mean(read for read, _ in layers)), sum(size for _, size in layers)
     return None, None

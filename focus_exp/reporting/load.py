@@ -17,7 +17,7 @@ import pandas as pd
 import yaml
 
 from focus_exp.reporting.aggregate import Row
-from focus_exp.results.comparison import load_variant, variant_folder
+from focus_exp.results.comparison import is_run_of, load_variant, variant_folder
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MAX_NATS, MIN_SPARSITY, WITHOUT_MASK, Measurement
 from focus_exp.results.metrics import METRICS, read_metrics
@@ -328,7 +328,7 @@ def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
 def find_variant(folder: Path, variant: VariantRun, others: dict[Path, Run]) -> Run | None:
     """Return the run of a variant of the comparison in `folder`; None if it is gone or was repeated since."""
     run = others.get(variant_folder(folder, variant))
-    return run if run and run.record.started == variant.started else None
+    return run if run and is_run_of(run.record, variant) else None
 
 
 def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:

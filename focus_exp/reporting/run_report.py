@@ -119,9 +119,10 @@ def _key(row: Row, reference: str | None = None) -> tuple[Any, ...]:
     return row.subject, row.variant, reference or row.reference
 
 
-def _change(row: Row | None, scale: Callable[[Any], float | None] | None = to_percent) -> str:
+def _change(row: Row | None) -> str:
     if row is None:
         return ABSENT
+    scale = SCALES.get(row.unit)
     value, low, high = (scale(bound) if scale else bound for bound in (row.value, row.low, row.high))
     return format_interval(value, low, high, sign=True)
 
@@ -132,7 +133,7 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
     changes = {_key(row, BASE): row for row in reversed(rows) if row.metric == "score_change"}
     shown = []
     for row in select(rows, {"metric": "score"}):
-        fraction, change = row.unit == "fraction", changes.get(_key(row, BASE))
+        fraction = row.unit == "fraction"
         shown.append(
             {
                 "task": row.task,
@@ -140,7 +141,7 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
                 "variant": BASE if row.kind == "base" or row.variant is None else row.variant,
                 "routing": row.subject.partition(f" {row.task} ")[0],
                 "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
-                "change": _change(change, SCALES.get(change.unit) if change else None),
+                "change": _change(changes.get(_key(row, BASE))),
                 "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),
             }

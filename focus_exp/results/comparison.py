@@ -23,7 +23,12 @@ def load_variant(folder: Path, variant: VariantRun) -> Record | None:
     """Load the record of a variant of the comparison in `folder`; None if it is gone or was repeated since."""
     path = variant_folder(folder, variant) / RECORD
     record = Record.load(path) if path.exists() else None
-    return record if record and record.started == variant.started else None
+    return record if record and is_run_of(record, variant) else None
+
+
+def is_run_of(record: Record, variant: VariantRun) -> bool:
+    """Return whether a comparison read this record of its variant, which was not repeated since."""
+    return record.started == variant.started
 
 
 def compare_variants(record: Record, folder: Path, references: list[str]) -> None:
