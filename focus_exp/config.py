@@ -334,6 +334,11 @@ class Config:
         return self.attention if isinstance(self.attention, DualConfig) else None
 
     @property
+    def has_groups(self) -> bool:
+        """Return whether the attention assigns tokens to groups: Focus with one encoder or two."""
+        return isinstance(self.attention, FocusConfig | DualConfig)
+
+    @property
     def answer_distance(self) -> int:
         """Return the distance [tokens] that answers of the long-range suite lie beyond."""
         return self.eval.long_range_distance or self.attention.window
@@ -347,8 +352,7 @@ class Config:
     @property
     def phases(self) -> list[tuple[str, PhaseConfig]]:
         """Return the phases to run by name; without a router there is no router to train."""
-        has_router = self.has_router or self.dual is not None
-        return [(name, p) for name, p in self.recipe.phases.items() if p.trainable != "router" or has_router]
+        return [(name, p) for name, p in self.recipe.phases.items() if p.trainable != "router" or self.has_groups]
 
 
 @dataclass

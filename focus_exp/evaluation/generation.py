@@ -120,7 +120,7 @@ class Generation:
     def generate(self, number: int, prompt: Tensor, name: str) -> Continuation:
         """Return a continuation; a failure becomes the row's error."""
         kind, top_k = ("base", None) if name == FULL else ("hard", self.hard[name])
-        if kind == "hard" and (self.config.has_router or self.config.dual):
+        if kind == "hard" and self.config.has_groups:
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=getattr(self.config.attention, "pair_rule", None))
         settings, model = self.config.generate, self.model
         model.generation_config = GenerationConfig()  # a model's own could penalize repetitions, unrecorded

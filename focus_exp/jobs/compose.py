@@ -200,7 +200,7 @@ def compose_router(config: Config) -> Config:
     """
     config = compose_adapter(config) if config.adapter else config
     is_fitted = isinstance(config.attention, FitOptions) and config.job != "analyze"  # which describes groups
-    if not (config.has_router or config.dual or is_fitted):
+    if not (config.has_groups or is_fitted):
         raise UserError(
             f"attention must have a router with job={config.job} (got {config.attention.name}). Type attention=focus "
             "or attention=focus_dual."
