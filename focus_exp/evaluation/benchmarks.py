@@ -40,7 +40,7 @@ from focus_exp.evaluation.perplexity import score, sequence_means
 from focus_exp.models.methods import swap_methods
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
-from focus_exp.results.measurement import Measurement
+from focus_exp.results.measurement import Measurement, exp
 from focus_exp.storage import replace_file
 from focus_exp.training.precision import Precision
 
@@ -387,7 +387,7 @@ class BenchmarkEvaluator:
             for (document, offset), ll in zip(places, (-losses).tolist(), strict=True)
         ]
         mean = estimate(losses, documents=[document for document, _ in places])
-        value = math.exp(mean.value)
+        value = exp(mean.value)
         stderr = None if mean.stderr is None else value * mean.stderr
         metric = Metric(PERPLEXITY, NO_FILTER, value, stderr, higher_is_better=False)
         pairs = scores.pairs

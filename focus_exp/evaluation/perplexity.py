@@ -57,7 +57,7 @@ from focus_exp.models.methods import (
 )
 from focus_exp.progress import ProgressBar
 from focus_exp.results.losses import Losses
-from focus_exp.results.measurement import Measurement, hard_variant
+from focus_exp.results.measurement import Measurement, exp, hard_variant
 from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
 
@@ -419,7 +419,7 @@ class PerplexityEvaluator:
             return None
         self.scores[variant.key] = scores = Scores.join(parts, np.argsort(self.scored))
         path_note = f", {scores.path}" if scores.path else ""
-        value = perplexity(float(sequence_means(scores.nll).mean()))
+        value = exp(float(sequence_means(scores.nll).mean()))
         log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, scores.seconds, path_note)
         return scores
 
@@ -469,9 +469,10 @@ class PerplexityEvaluator:
             distant_density = 1 - scores.pairs.sparsity * total / distant if distant else distant_density
         common: dict[str, Any] = {"variant": name, "density": density}
         interval = losses.estimate(variant.key)
-        mean, (low, high), dof = interval.value, interval.bounds, interval.freedom
+        mean, dof = interval.value, interval.freedom
+        low, high = (x if x is None else exp(x) for x in interval.bounds)
         yield Measurement(
-            metric="perplexity", value=perplexity(mean), low=perplexity(low), high=perplexity(high), n=count,
+            metric="perplexity", value=exp(mean), low=low, high=high, n=count,
             settings=settings | {"dof": dof}, **common,
         )  # fmt: skip
         yield Measurement(metric="nll", value=mean, unit="nats", n=count, settings=settings, **common)
@@ -528,11 +529,6 @@ def split_rounds(indices: list[int], batch_size: int) -> list[list[int]]:
     rounds = (len(indices) // (3 * FIRST_ROUND)).bit_length()  # of at most a third of all
     ends = {0, len(batches), *(math.ceil((FIRST_ROUND << n) / batch_size) for n in range(rounds))}
     return [[i for n in sorted(order[begin:end]) for i in batches[n]] for begin, end in pairwise(sorted(ends))]
-
-
-def perplexity(nll: float | None) -> float | None:
-    """Return exp(nll), infinity where it would overflow."""
-    return None if nll is None else math.exp(nll) if nll < 700 else math.inf
 
 
 def density_matched_window(pairs: PairCounter, sinks: int, layers: list[Sequence]) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from focus_exp.results.measurement import MAX_NATS
+
 ABSENT = "-"
 
 
@@ -36,7 +38,7 @@ def format_interval(value: Any, low: Any = None, high: Any = None, digits: int =
 
 def to_percent(nats: Any) -> float | None:
     """Return the change of perplexity [%] of a difference in nats per token."""
-    return None if pd.isna(nats) else 100 * math.expm1(min(float(nats), 700.0))
+    return None if pd.isna(nats) else 100 * math.expm1(min(float(nats), MAX_NATS))
 
 
 def percent(fraction: Any) -> float | None:

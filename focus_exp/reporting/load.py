@@ -19,7 +19,7 @@ import yaml
 from focus_exp.reporting.aggregate import Row
 from focus_exp.results.comparison import is_run_of, load_variant, variant_folder
 from focus_exp.results.intervals import student
-from focus_exp.results.measurement import MAX_NATS, MIN_SPARSITY, WITHOUT_MASK, Measurement
+from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.results.record import RECORD, Record, VariantRun
 from focus_exp.results.setup import setup_key
@@ -196,10 +196,6 @@ def name_reference(row: Row) -> str:
     if row.kind == "causal_counterpart" and row.reference != "base":
         return "non-causal counterpart"
     return "soft" if row.kind == "hard" and row.reference.endswith("_soft") else str(row.reference)
-
-
-def exp(nats: float) -> float:
-    return math.exp(min(nats, MAX_NATS))
 
 
 def benchmark_rows(rows: list[Row]) -> Iterator[Row]:

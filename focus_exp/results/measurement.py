@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,9 +57,14 @@ from focus_exp.errors import UserError, first_line
 MEASUREMENTS = "measurements.csv"
 COLUMNS = ("variant", "metric", "value", "low", "high", "reference", "n", "unit", "seed", "density", "settings")
 DIGITS = 12
-MAX_NATS = 700.0  # exp beyond it overflows
+MAX_NATS = 700.0  # beyond it exp overflows
 MIN_SPARSITY = 0.05  # of an active mask: below it an equal score says nothing
 WITHOUT_MASK = ("performer",)  # methods that reweigh every pair and prune none
+
+
+def exp(nats: float) -> float:
+    """Return exp(nats), and for more than MAX_NATS that of MAX_NATS."""
+    return math.exp(min(nats, MAX_NATS))
 
 
 @dataclass(frozen=True, kw_only=True)
