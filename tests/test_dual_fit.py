@@ -34,8 +34,9 @@ from focus_exp.training.focus_dual_fit.fit import (
     BudgetCurves,
     allocate_groups,
     measure_curves,
-    pruned_loss,
+    pruned_change,
     rebalance,
+    sum_neighbours,
     upper_hull,
 )
 from focus_exp.training.focus_dual_fit.importance import (
@@ -119,7 +120,7 @@ def test_loss_probe_records_all_distant_pairs_in_row_blocks():
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_pruned_loss_equals_change_without_the_unread_groups(heads):
+def test_pruned_change_equals_change_without_the_unread_groups(heads):
     torch.manual_seed(0)
     length, size, groups = 20, 8, 3
     q, gradient = torch.randn(2, 1, 4, length, size, dtype=torch.float64) / 2
@@ -130,7 +131,7 @@ def test_pruned_loss_equals_change_without_the_unread_groups(heads):
     order = torch.rand(heads, length, groups).argsort(-1)
     p, change = (x[0] * distant for x in loss_changes(q, k, v, gradient, visible, AttentionArgs(1.0)))
     by_head = members[:, None].expand(2 if heads > 1 else 1, -1, -1, -1)
-    lost = pruned_loss(change @ by_head, p @ by_head, order, heads)
+    lost = pruned_change(change @ by_head, p @ by_head, order, heads)
     s = q @ k.repeat_interleave(2, 1).transpose(-1, -2)
     full = s.masked_fill(~visible[:, None], float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
     for count in range(groups + 1):
@@ -138,8 +139,17 @@ def test_pruned_loss_equals_change_without_the_unread_groups(heads):
         kept = visible & (~distant | (read @ members.transpose(-1, -2) > 0))
         kept = kept.repeat_interleave(4 // heads, 0)[None]
         o = s.masked_fill(~kept, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
-        expected = ((o - full) * gradient).sum(-1)[0].unflatten(0, (heads, -1)).sum(1).double().square().sum(1)
-        torch.testing.assert_close(lost[..., count].sum(1), expected)
+        expected = ((o - full) * gradient).sum(-1)[0].unflatten(0, (heads, -1)).sum(1)
+        torch.testing.assert_close(lost[..., count], expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 8])
+def test_neighbouring_queries_are_summed(count):
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    sums = sum_neighbours(x, count)
+    assert sums.shape == (2, -(-5 // count), 3)
+    for number, part in enumerate(x.split(count, 1)):
+        torch.testing.assert_close(sums[:, number], part.sum(1))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3"])  # the latter has sliding layers

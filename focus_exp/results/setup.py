@@ -32,6 +32,7 @@ ADDED: dict[tuple[str, ...], Any] = {
     ("attention", "fit_to"): "loss",
     ("attention", "ignored_means"): 0,
     ("attention", "min_groups"): 0,
+    ("attention", "summed_queries"): 1,
     ("data", "hidden_facts"): False,
 }
 

@@ -38,7 +38,8 @@ class BudgetCurves:
 
     Args:
         pairs: number of distant pairs that are kept.
-        lost: squared first-order change of the loss when all other distant pairs are pruned [nats^2].
+        lost: squared first-order change of the loss when all other distant pairs are pruned [nats^2], of each query or
+            of neighbouring ones together. Alone, a head that makes the same small error everywhere seems harmless.
     """
 
     pairs: Tensor
@@ -49,11 +50,12 @@ class BudgetCurves:
 
 
 class CurveProbe(LossProbe):
-    """Record the `BudgetCurves` of `method`."""
+    """Record the `BudgetCurves` of `method`, with the changes of `summed` neighbouring queries added."""
 
-    def __init__(self, method: FocusDual) -> None:
+    def __init__(self, method: FocusDual, summed: int) -> None:
         super().__init__(method.shape, method.window, method.sinks)
         self.method = [method]  # in a list: not a submodule
+        self.summed = summed
         self.curves: BudgetCurves | None = None
 
     @torch.no_grad()
@@ -62,7 +64,7 @@ class CurveProbe(LossProbe):
         queries, keys = method.logits(self.hidden, torch.arange(self.hidden.shape[1], device=k.device)[None])
         members = top_k_groups(keys[0], 1).float()
         scores, order = queries[0].sort(-1, descending=True)
-        counts = read_counts(method, scores)
+        counts, recorded = read_counts(method, scores), []
         for part in changes:
             rows, width = part.rows, part.loss.shape[-1]
             # in float64: counts stay whole numbers
@@ -71,9 +73,16 @@ class CurveProbe(LossProbe):
             by_head = members[:, None, :width].expand(part.loss.shape[0] if method.heads > 1 else 1, -1, -1, -1)
             # query heads of a routed head lose the same pairs: their changes add up
             change, attention = (x @ by_head for x in (part.loss, part.attention))
-            lost = pruned_loss(change, attention, order[:, rows], method.heads).gather(-1, counts[:, rows])
-            curves = BudgetCurves(pairs.sum(1), lost.sum(1))
-            self.curves = curves if self.curves is None else self.curves + curves
+            lost = pruned_change(change, attention, order[:, rows], method.heads).gather(-1, counts[:, rows])
+            recorded.append((pairs, lost))
+        pairs, lost = (torch.cat(x, 1) for x in zip(*recorded, strict=True))
+        curves = BudgetCurves(pairs.sum(1), sum_neighbours(lost, self.summed).square().sum(1))
+        self.curves = curves if self.curves is None else self.curves + curves
+
+
+def sum_neighbours(x: Tensor, count: int) -> Tensor:
+    """Sum every `count` queries of `(n, t, K + 1)`, the last of which may be fewer."""
+    return F.pad(x, (0, 0, 0, -x.shape[1] % count)).unflatten(1, (-1, count)).sum(2)
 
 
 def read_counts(method: FocusDual, scores: Tensor) -> Tensor:
@@ -86,8 +95,8 @@ def read_counts(method: FocusDual, scores: Tensor) -> Tensor:
     return counts
 
 
-def pruned_loss(change: Tensor, attention: Tensor, order: Tensor, heads: int) -> Tensor:
-    """Compute the squared change of the loss when queries keep the first k groups, `(n, t, K + 1)`.
+def pruned_change(change: Tensor, attention: Tensor, order: Tensor, heads: int) -> Tensor:
+    """Compute the change of the loss [nats] when queries keep the first k groups, `(n, t, K + 1)`.
 
     Without a mass m the rest of a softmax weighs 1 / (1 - m) as much, and so does its change.
 
@@ -100,14 +109,18 @@ def pruned_loss(change: Tensor, attention: Tensor, order: Tensor, heads: int) ->
     # with k groups kept, those after them are pruned
     pruned, mass = (F.pad(x.gather(-1, order).flip(-1).cumsum(-1).flip(-1), (0, 1)) for x in (change, attention))
     total = (pruned / (1 - mass).clamp(min=1e-3)).sum(1)
-    return (total if heads > 1 else total.sum(0, keepdim=True)).double().square()
+    return (total if heads > 1 else total.sum(0, keepdim=True)).double()
 
 
 def measure_curves(
-    model: PreTrainedModel, methods: Mapping[int, FocusDual], sequences: list[Tensor], precision: Precision
+    model: PreTrainedModel,
+    methods: Mapping[int, FocusDual],
+    sequences: list[Tensor],
+    precision: Precision,
+    summed: int = 1,
 ) -> dict[int, BudgetCurves]:
     """Measure each layer's curves on validation sequences `(T,)`."""
-    probes = {layer: CurveProbe(method) for layer, method in methods.items()}
+    probes = {layer: CurveProbe(method, summed) for layer, method in methods.items()}
     for tokens in ProgressBar(sequences, desc="measuring the fit", unit="sequence"):
         backpropagate(model, probes, tokens, precision)
     curves = {}
@@ -205,10 +218,11 @@ def choose_budget(
     """
 
     def measure() -> dict[str, Tensor]:
-        measured = measure_curves(model, methods, sequences, precision)
+        measured = measure_curves(model, methods, sequences, precision, options.summed_queries)
         return {f"{i}.{name}": x for i, curve in measured.items() for name, x in vars(curve).items()}
 
-    tensors, seconds = load_or_compute(folder / f"{CURVES}-by-{options.counts}.safetensors", measure)
+    name = f"{CURVES}-by-{options.counts}" + f"-of-{options.summed_queries}" * (options.summed_queries > 1)
+    tensors, seconds = load_or_compute(folder / f"{name}.safetensors", measure)
     curves = {i: BudgetCurves(*(tensors[f"{i}.{item.name}"] for item in fields(BudgetCurves))) for i in methods}
     reads = [method.groups_per_head for method in methods.values()]
     if options.density is not None:
