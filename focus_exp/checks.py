@@ -189,13 +189,6 @@ def check_attention(config: Config) -> Iterator[str]:
         )
     if dual and dual.density is not None and dual.groups_per_layer is not None:
         yield f"attention.density must be null with attention.groups_per_layer (got {dual.density}). Give one of them."
-    if dual and dual.min_groups and not dual.density:
-        yield f"attention.min_groups must be 0 without attention.density (got {dual.min_groups})."
-    if dual and dual.density is not None and dual.min_groups > dual.density * dual.groups:
-        yield (
-            f"attention.min_groups must be <= attention.density x attention.groups = {dual.density * dual.groups:g} "
-            f"(got {dual.min_groups})."
-        )
     if dual and dual.density is not None and not dual.calibration_sequences:
         yield f"attention.density must be null with attention.calibration_sequences=0 (got {dual.density})."
 

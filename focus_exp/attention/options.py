@@ -157,7 +157,6 @@ class EncoderTraining(FitOptions):
     """Options of the fit of `focus_dual`; keys of attention.*, not of the method."""
 
     density: float | None = option(None, least=0, most=1)
-    min_groups: int = option(0, least=0)
     summed_queries: int = option(1, least=1)
     fit_to: str = option("loss", choices=("loss", "attention"))
     ignored_means: int = option(0, least=0)

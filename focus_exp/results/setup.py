@@ -31,7 +31,6 @@ ADDED: dict[tuple[str, ...], Any] = {
     ("attention", "encoders"): 2,
     ("attention", "fit_to"): "loss",
     ("attention", "ignored_means"): 0,
-    ("attention", "min_groups"): 0,
     ("attention", "summed_queries"): 1,
     ("data", "hidden_facts"): False,
 }

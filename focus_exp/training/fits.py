@@ -53,8 +53,8 @@ from focus_exp.training.focus_dual_fit.importance import (
 from focus_exp.training.precision import Precision
 
 NOT_FITTED = (
-    "name", "method", "backend", "density", "min_groups", "summed_queries", "tokens_kept", "top_k", "counts",
-    "groups_per_layer", "gate_steepness",
+    "name", "method", "backend", "density", "summed_queries", "tokens_kept", "top_k", "counts", "groups_per_layer",
+    "gate_steepness",
 )  # fmt: skip
 
 

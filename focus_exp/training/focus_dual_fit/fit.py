@@ -130,24 +130,17 @@ def measure_curves(
     return curves
 
 
-def allocate_groups(curves: list[BudgetCurves], density: float, least: int = 0) -> list[list[int]]:
+def allocate_groups(curves: list[BudgetCurves], density: float) -> list[list[int]]:
     """Choose the number of groups by layer and head that minimizes the lost loss at `density` of all distant pairs.
 
     Greedy on the convex hull of each head's curve: the next groups go where they save most per pair. Squared changes of
     one loss compare across layers.
-
-    Args:
-        least: groups that every head reads, even beyond `density`.
     """
-    reads = [[least] * len(curve.pairs) for curve in curves]
-    total, used = (sum(curve.pairs[:, k].sum().item() for curve in curves) for k in (-1, least))
-    remaining = density * total * (1 + 1e-9) - used  # rounding
+    reads = [[0] * len(curve.pairs) for curve in curves]
+    total = sum(curve.pairs[:, -1].sum().item() for curve in curves)
+    remaining = density * total * (1 + 1e-9)  # rounding
     heads = [(layer, head) for layer, curve in enumerate(curves) for head in range(len(curve.pairs))]
-    hulls = {
-        (layer, head): [least + corner for corner in upper_hull(curve.pairs[head, least:], -curve.lost[head, least:])]
-        for layer, curve in enumerate(curves)
-        for head in range(len(curve.pairs))
-    }
+    hulls = {(layer, head): upper_hull(curves[layer].pairs[head], -curves[layer].lost[head]) for layer, head in heads}
     queue: list[tuple[float, int, int, int]] = []
 
     def push(layer: int, head: int, corner: int) -> None:
@@ -226,7 +219,7 @@ def choose_budget(
     curves = {i: BudgetCurves(*(tensors[f"{i}.{item.name}"] for item in fields(BudgetCurves))) for i in methods}
     reads = [method.groups_per_head for method in methods.values()]
     if options.density is not None:
-        reads = allocate_groups(list(curves.values()), options.density, options.min_groups)
+        reads = allocate_groups(list(curves.values()), options.density)
         set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
     layers = zip(curves.items(), reads, strict=True)
     return [m for (layer, curve), groups in layers for m in describe_layer(layer, curve, groups)], seconds
