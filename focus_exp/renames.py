@@ -68,6 +68,7 @@ RENAMED: dict[str, str | None] = {
     "attention.share": "attention.density",
     "attention.budget": "attention.groups_per_layer",
     "attention.rank": None,
+    "attention.min_groups": None,
 }
 RENAMED_VALUES = {"objective": {"text": "lm", "base": "distill"}}
 
