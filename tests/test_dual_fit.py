@@ -21,7 +21,7 @@ from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, ba
 from focus_exp.config import DualConfig
 from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
 from focus_exp.training import fits
-from focus_exp.training.fits import fit_attached, open_fit
+from focus_exp.training.fits import count_remaining, fit_attached, open_fit
 from focus_exp.training.focus_dual_fit import fit, importance
 from focus_exp.training.focus_dual_fit.encoders import (
     FitSequence,
@@ -413,6 +413,19 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
     for changed in ({"seed": 1}, {"precision": replace(FLOAT32, autocast=True)}):
         with pytest.raises(TypeError):
             fit_with(**changed)
+
+
+def test_estimate_counts_the_pass_of_another_budget(tiny_model, tmp_path):
+    sequences = random_sequences(3)
+
+    def remaining(**changes):
+        model, options = attach_dual(tiny_model("llama")), dual_config(density=0.5, **changes)
+        return count_remaining(model, sequences, options, FLOAT32, tmp_path, 0)
+
+    assert remaining() == (3, 2)
+    fit_attached(attach_dual(tiny_model("llama")), sequences, dual_config(density=0.5), FLOAT32, tmp_path, 0)
+    assert remaining() == (0, 0)
+    assert remaining(summed_queries=8) == remaining(counts="pair") == (1, 0)
 
 
 def test_fit_under_autocast_and_beside_unrouted_layers(tiny_model, tmp_path):

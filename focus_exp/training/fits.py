@@ -38,7 +38,7 @@ from focus_exp.training.baseline_fits import (
     set_threshold,
 )
 from focus_exp.training.focus_dual_fit.encoders import standardize
-from focus_exp.training.focus_dual_fit.fit import choose_budget, fit_dual_layer, load_layers
+from focus_exp.training.focus_dual_fit.fit import choose_budget, curves_path, fit_dual_layer, load_layers
 from focus_exp.training.focus_dual_fit.importance import (
     ImportanceProbe,
     Observation,
@@ -127,7 +127,8 @@ def count_remaining(
     passes = len(sequences) if isinstance(options, DualConfig) else calibration
     with open_fit(model, sequences, options, precision, cache, seed) as folder:
         if (folder / "layers.safetensors").exists():
-            return 0 if any(folder.glob("curves*")) else passes - calibration, 0
+            is_measured = isinstance(options, DualConfig) and curves_path(folder, options).exists()
+            return 0 if is_measured else passes - calibration, 0
         layers, parts = (len([*folder.glob(f"parts/{name}*")]) for name in ("layer", ""))
         return passes - (parts - layers), len(fitted_methods(model)) - layers
 

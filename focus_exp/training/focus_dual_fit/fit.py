@@ -196,6 +196,12 @@ def load_layers(methods: Mapping[int, FocusDual], states: dict[int, dict[str, Te
         methods[layer].load_state_dict(state | {"thresholds": thresholds.get(counts, state["thresholds"])})
 
 
+def curves_path(folder: Path, options: DualConfig) -> Path:
+    """Return the file in a fit's folder for the budget curves that these options need."""
+    summed = f"-of-{options.summed_queries}" if options.summed_queries > 1 else ""
+    return folder / f"{CURVES}-by-{options.counts}{summed}.safetensors"
+
+
 def choose_budget(
     model: PreTrainedModel,
     methods: Mapping[int, FocusDual],
@@ -214,8 +220,7 @@ def choose_budget(
         measured = measure_curves(model, methods, sequences, precision, options.summed_queries)
         return {f"{i}.{name}": x for i, curve in measured.items() for name, x in vars(curve).items()}
 
-    name = f"{CURVES}-by-{options.counts}" + f"-of-{options.summed_queries}" * (options.summed_queries > 1)
-    tensors, seconds = load_or_compute(folder / f"{name}.safetensors", measure)
+    tensors, seconds = load_or_compute(curves_path(folder, options), measure)
     curves = {i: BudgetCurves(*(tensors[f"{i}.{item.name}"] for item in fields(BudgetCurves))) for i in methods}
     reads = [method.groups_per_head for method in methods.values()]
     if options.density is not None:
