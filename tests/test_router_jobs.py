@@ -43,7 +43,8 @@ def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
     settings = [*without_attention(tiny(tmp_path)), "job=evaluate", f"adapter={adapter}"]
     result = run(*settings, "eval.tasks=[perplexity@400]", "data.max_test_tokens=60")
     assert result.code == 2 and "eval.tasks" in result.err
-    assert record_of(tmp_path).status == "failed"
+    record = record_of(tmp_path)
+    assert record.status == "failed" and not record.measurements
 
 
 def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):

@@ -63,8 +63,8 @@ WITHOUT_MASK = ("performer",)  # methods that reweigh every pair and prune none
 
 
 def exp(nats: float) -> float:
-    """Return exp(nats), and for more than MAX_NATS that of MAX_NATS."""
-    return math.exp(min(nats, MAX_NATS))
+    """Return exp(nats), infinity where it would overflow."""
+    return math.exp(nats) if nats <= MAX_NATS else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
