@@ -163,6 +163,10 @@ FOLDERS = {
     "no weights": (lambda place: (place / "model.safetensors").unlink(), ["its weights cannot be read"]),
     "a missing matrix": (change_weight(lambda x: None), ["up_proj.weight"]),
     "a matrix of another shape": (change_weight(lambda x: x[:8, :8].contiguous()), ["shape"]),
+    "fewer layers in its config": (
+        lambda place: change_config(place, num_hidden_layers=1),
+        ["weights have 2 layers", "num_hidden_layers=1"],
+    ),
     "half of its weights": (cut("model.safetensors", -100), ["weights"]),
     "half of its config": (cut("config.json", 40), ["config"]),
     "half of its tokenizer": (cut("tokenizer.json", 40), ["tokenizer"]),

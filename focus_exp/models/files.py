@@ -23,6 +23,8 @@ GIVE_PATH = "Give a folder written by save_pretrained, a .safetensors file in on
 GIVE_CAUSAL = "Give a causal language model with model.hub_id or model.path."
 # shard of a checkpoint of transformers, or of a GGUF split by llama.cpp
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+# weight of a layer: the stack it belongs to, its number
+LAYER = re.compile(r"(.*?\.)(\d+)\.")
 # class names of heads that do not predict the next token, such as BertForMaskedLM
 OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w+$")
 
@@ -75,7 +77,7 @@ def check_head(config: PreTrainedConfig, name: str) -> None:
 
 
 def check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) -> None:
-    """Raise UserError if weights are missing or of another shape."""
+    """Raise UserError if weights are missing, of another shape, or of more layers than the config has."""
     saved, wanted = model.config.architectures or [], type(model).__name__
     missing = sorted(loading["missing_keys"])
     if missing and saved and wanted not in saved and not any(key in saved[0] for key in ("CausalLM", "LMHead")):
@@ -85,6 +87,14 @@ def check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) ->
     if reasons:
         raise UserError(
             f"{name}: its weights are damaged ({reasons[0]}). Get the model again, or give another model.path."
+        )
+    depth = model.config.get_text_config().num_hidden_layers
+    stacks = {match[1] for weight in model.state_dict() if (match := LAYER.match(weight))}
+    beyond = [match for weight in loading["unexpected_keys"] if (match := LAYER.match(weight)) and match[1] in stacks]
+    if (deepest := max((int(match[2]) for match in beyond), default=0)) >= depth:
+        raise UserError(
+            f"{name}: its weights have {deepest + 1} layers, but its config.json has num_hidden_layers={depth}. "
+            "Correct num_hidden_layers, or give another model.path."
         )
 
 
