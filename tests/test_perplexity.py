@@ -328,6 +328,17 @@ def test_scores_on_disk_are_read_and_damaged_ones_scored_again(measure, labels, 
         del labels[:]
 
 
+def test_scores_of_another_router_are_not_read(measure, labels):
+    def change_a_tensor(model):
+        with torch.no_grad():
+            next(attached_methods(model)[0].parameters())[0].neg_()
+
+    rows = measure().variants
+    del labels[:]
+    measure(prepare=change_a_tensor)
+    assert BASE not in labels and {SOFT, HARD} <= {*labels} <= {row.name for row in rows}
+
+
 def test_row_that_fails_keeps_its_error_and_the_others_are_scored(measure, monkeypatch):
     def failing(*args):
         if args[-1] == SOFT:

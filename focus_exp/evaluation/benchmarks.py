@@ -36,7 +36,7 @@ from focus_exp.evaluation.controls import (
     trained_variant,
     window_only,
 )
-from focus_exp.evaluation.perplexity import score, sequence_means
+from focus_exp.evaluation.perplexity import score, scores_key, sequence_means
 from focus_exp.models.methods import swap_methods
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
@@ -116,7 +116,7 @@ class TaskResult:
 
     samples: items with their `scores`; sequences also have an `offset` in their document and scored `tokens`.
     requests: inputs of the model, whose pairs are counted. group_fractions: tokens in each group [layers][K].
-    key: precision and weights that the result depends on.
+    key: precision, weights and router that the result depends on.
     """
 
     metrics: list[Metric]
@@ -331,7 +331,8 @@ class BenchmarkEvaluator:
         """Run a task under a variant, or read its result; a failure becomes its error."""
         folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
         items = f"{task}-beyond-{self.config.answer_distance}" if is_long_range(task) else task
-        folder, key = folder / slug(variant.name) / slug(items), f"{self.precision.name} {self.weights}"
+        folder = folder / slug(variant.name) / slug(items)
+        key = scores_key(self.model, variant, self.precision, self.weights)
         result = read_result(folder, key)
         if result is None:
             result = self.run(variant, task)

@@ -49,6 +49,7 @@ from focus_exp.evaluation.controls import (
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
 from focus_exp.models.methods import (
     active_methods,
+    hash_methods,
     is_causal,
     observe_selections,
     set_routing,
@@ -191,6 +192,12 @@ def sequence_means(nll: np.ndarray) -> np.ndarray:
     """Return the mean loss of each sequence, whose first token is not scored."""
     means: np.ndarray = nll[:, 1:].astype(np.float64).mean(axis=1)
     return means
+
+
+def scores_key(model: PreTrainedModel, variant: Variant, precision: Precision, weights: str) -> str:
+    """Return what stored scores depend on: precision, fingerprint of the base, and tensors of the attached methods."""
+    attached = "" if variant.kind == "base" else hash_methods(model)
+    return f"{precision.name} {weights} {attached}".rstrip()
 
 
 def write_scores(path: Path, scores: Scores, key: str) -> None:
@@ -428,7 +435,7 @@ class PerplexityEvaluator:
         folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
         digest = hashlib.sha256(f"{definition} {indices}".encode()).hexdigest()[:12]
         path = folder / (f"after-{variant.phase}" if variant.phase else "") / digest / f"{slug(variant.name)}.npz"
-        key = f"{self.precision.name} {self.weights}"
+        key = scores_key(self.model, variant, self.precision, self.weights)
         scores = read_scores(path, key)
         if scores is None:
             size = self.config.eval.batch_size

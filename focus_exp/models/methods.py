@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -124,6 +126,18 @@ def active_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
     """Return the attached methods by layer; none while they are disabled."""
     attachment: Attachment | None = getattr(model, "focus_attachment", None)
     return attached_methods(model) if attachment and attachment.is_active else {}
+
+
+def hash_methods(model: nn.Module) -> str:
+    """Hash the tensors of the attached methods, of a sharded one this process's part; "" if none has any."""
+    digest, has_tensors = hashlib.sha256(), False
+    for layer, method in attached_methods(model).items():
+        for name, tensor in method.state_dict().items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            digest.update(f"{layer} {name} {tuple(local.shape)} ".encode())
+            digest.update(local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            has_tensors = True
+    return digest.hexdigest()[:16] if has_tensors else ""
 
 
 def find_routers(model: nn.Module) -> dict[int, Focus]:
