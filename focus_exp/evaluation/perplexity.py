@@ -416,9 +416,10 @@ class PerplexityEvaluator:
             definition: what it depends on besides its name, the configuration and the weights.
         """
         self.variants.append(variant)
+        key = scores_key(self.model, variant, self.precision, self.weights)
         try:
             with full_attention(self.model) if variant.kind == "base" else nullcontext():
-                parts = [self.load_or_score(variant, definition, added) for added in self.rounds[: self.count]]
+                parts = [self.load_or_score(variant, definition, key, added) for added in self.rounds[: self.count]]
         # ValueError: a method refuses the model
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
             variant.error = f"{type(error).__name__}: {first_line(error)}"
@@ -430,12 +431,11 @@ class PerplexityEvaluator:
         log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, scores.seconds, path_note)
         return scores
 
-    def load_or_score(self, variant: Variant, definition: str, indices: list[int]) -> Scores:
-        """Return the scores of sequences, whose folder is named by their numbers and `definition`."""
+    def load_or_score(self, variant: Variant, definition: str, key: str, indices: list[int]) -> Scores:
+        """Return the scores of sequences, stored with `key` in a folder named by their numbers and `definition`."""
         folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
         digest = hashlib.sha256(f"{definition} {indices}".encode()).hexdigest()[:12]
         path = folder / (f"after-{variant.phase}" if variant.phase else "") / digest / f"{slug(variant.name)}.npz"
-        key = scores_key(self.model, variant, self.precision, self.weights)
         scores = read_scores(path, key)
         if scores is None:
             size = self.config.eval.batch_size

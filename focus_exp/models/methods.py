@@ -130,14 +130,14 @@ def active_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
 
 def hash_methods(model: nn.Module) -> str:
     """Hash the tensors of the attached methods, of a sharded one this process's part; "" if none has any."""
-    digest, has_tensors = hashlib.sha256(), False
-    for layer, method in attached_methods(model).items():
-        for name, tensor in method.state_dict().items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            digest.update(f"{layer} {name} {tuple(local.shape)} ".encode())
-            digest.update(local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-            has_tensors = True
-    return digest.hexdigest()[:16] if has_tensors else ""
+    methods = attached_methods(model).items()
+    tensors = {f"{layer} {name}": x for layer, method in methods for name, x in method.state_dict().items()}
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        digest.update(f"{name} {tuple(local.shape)} ".encode())
+        digest.update(local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16] if tensors else ""
 
 
 def find_routers(model: nn.Module) -> dict[int, Focus]:
