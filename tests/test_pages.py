@@ -29,6 +29,7 @@ def fill(tmp_path):
         ("row('claims', id='T1.3').change | signed", "-0.0"),
         ("row('claims', id='T1.2').sparsity | percent", "55.5"),
         ("row('claims', id='T1.2').params | fixed(0)", "278,400"),
+        ("row('claims', id='T1.3').change | to_percent | fixed", "-3.9"),
         ("row('claims', id='T1.2') | interval", "+3.3 [-1.0, 4.0]"),
         ("row('claims', id='T1.2') | interval(' %')", "+3.3 % [-1.0, 4.0]"),
         ("rows('claims', seeds=3) | length", "2"),

@@ -12,6 +12,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from focus_exp.errors import UserError
+from focus_exp.reporting.format import to_percent
 
 TEMPLATES = Path("docs", "templates")
 PAGES = {"README.md.j2": Path("README.md"), "results.md.j2": Path("docs", "results.md")}
@@ -92,7 +93,7 @@ def render(path: Path, tables: Tables) -> str:
         loader=FileSystemLoader(path.parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    environment.filters |= {f.__name__: f for f in (fixed, signed, percent, interval)}
+    environment.filters |= {f.__name__: f for f in (fixed, signed, percent, interval, to_percent)}
     environment.globals |= {"row": tables.row, "rows": tables.rows}
     try:
         return environment.get_template(path.name).render()
