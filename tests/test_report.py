@@ -7,12 +7,13 @@ import pandas as pd
 import pytest
 
 from focus_exp.reporting import report
+from focus_exp.reporting.aggregate import Row
 from focus_exp.reporting.claims import evaluate_claims
 from focus_exp.reporting.format import to_html, to_latex, to_markdown
-from focus_exp.reporting.load import load_results, read_yaml
+from focus_exp.reporting.load import Results, load_results, read_yaml
 from focus_exp.reporting.paper_tables import paper_rows
 from focus_exp.reporting.report import check_report, report_files, report_tables, write_report
-from focus_exp.reporting.tables import break_even
+from focus_exp.reporting.tables import break_even, speed
 
 ROOT = Path(__file__).parent.parent
 LATER_SPEED_RUN = "focus-bench-seed0-c4abdee9"  # published after the golden files
@@ -135,6 +136,13 @@ def test_write_report_writes_figures(published, made_once, tmp_path):
 )
 def test_break_even_interpolates_in_log_length(points, expected):
     assert break_even(points) == (expected if expected is None else pytest.approx(expected))
+
+
+def test_speed_table_of_a_first_run_names_its_method():
+    cells = {"source": "speed", "metric": "speedup", "status": "finished", "run": "first", "clock": "attention"}
+    rows = [Row(**cells, groups=4, tokens=tokens, value=tokens / 2048, density=0.5) for tokens in (1024, 4096)]
+    table = speed(Results(pd.DataFrame(), rows))
+    assert table.method.tolist() == ["focus", "focus"] and table.break_even.tolist() == [2048, 2048]
 
 
 def test_evaluate_claims_without_runs_is_not_run(tmp_path):

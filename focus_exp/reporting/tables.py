@@ -114,9 +114,13 @@ def speed(results: Results) -> pd.DataFrame:
         *("pair_rule", "dtype", "tokens", "value", "level", "reference_level", "density", "path", "run"),
     ]
     names = {"device_kind": "device", "level": "ours", "reference_level": "full"}
-    cells = [vars(row) | ({"groups": row.num_groups} if row.method == "focus_dual" else {}) for row in rows]
+    cells = [
+        vars(row)
+        | {"method": row.method or "focus"}
+        | ({"groups": row.num_groups} if row.method == "focus_dual" else {})
+        for row in rows
+    ]
     frame = pd.DataFrame(cells, columns=columns).rename(columns=names).convert_dtypes()
-    frame["method"] = frame["method"].fillna("focus")
     frame["bound"] = 1 / frame["density"].astype(float)
     series = ["run", "metric", "clock", "method", "groups", "assignment", "top_k", "pair_rule", "dtype"]
     frame["break_even"] = None
