@@ -61,7 +61,8 @@ def scored(monkeypatch):
 def compared(tmp_path_factory):
     """Return the folder and the output of a comparison, one of whose variants fails."""
     folder = tmp_path_factory.mktemp("compare")
-    result = succeed(*settings(folder, **BROKEN), "references=[lora,gone]")
+    result = run(*settings(folder, **BROKEN), "references=[lora,gone]")
+    assert result.code == 2 and "variants failed: lost (1 of 4)" in result.err
     return folder, result.out
 
 
@@ -120,6 +121,7 @@ def test_compare_failed_variant_keeps_its_reason_and_is_run_again(compared):
     assert "nowhere" in variants[-1].error
     again = run(*settings(folder, **BROKEN), "references=[lora,gone]")
     assert "variant 1 of 1: lost" in again.out and "already finished: focus, lora, window" in again.out
+    assert again.code == 2 and "variants failed: lost (1 of 4)" in again.err
 
 
 @pytest.mark.slow

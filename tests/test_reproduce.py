@@ -44,6 +44,12 @@ def test_reproduce_runs_tables_in_order_and_names_failed_ones(tmp_path):
     assert [record.started for record in records_of(tmp_path)] == [record.started for record in records]
 
 
+def test_reproduce_names_a_comparison_with_a_failed_variant(tmp_path):
+    failing = ["job=compare", "variants=[compare/window]", "data.max_train_tokens=20"]
+    result = reproduce(tmp_path, compared=[*failing, "eval.tasks=[]"], missing=["data.files=nowhere"])
+    assert result.code == 2 and "tables failed: compared, missing (2 of 2)" in result.err
+
+
 @pytest.mark.slow
 def test_reproduce_variant_adapter_serves_other_tables(tmp_path):
     tables = {
@@ -53,6 +59,11 @@ def test_reproduce_variant_adapter_serves_other_tables(tmp_path):
     assert reproduce(tmp_path, **tables).code == 0
     (record,) = [record for record in records_of(tmp_path) if record.setting("attention", "sinks") == 2]
     assert [row.error for row in scored(record.measurements) if row.name == "focus"] == [None]
+
+
+def test_reproduce_without_any_run_names_the_failed_tables(tmp_path):
+    result = reproduce(tmp_path, missing=["data.files=nowhere"])
+    assert result.code == 2 and "tables failed: missing (1 of 1)" in result.err
 
 
 def test_reproduce_unknown_table_raises_with_suggestion(tmp_path):

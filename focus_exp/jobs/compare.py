@@ -27,7 +27,7 @@ def compare(config: Config) -> None:
     A variant is an ordinary run that differs in a few settings, a file below conf/variant. `variants=[focus,lora]`
     chooses some, `+variant=compare/lora` runs one alone, `-m +variant=compare/lora,compare/sparq` runs them as jobs
     of their own. The command without `+variant` runs what is left and writes the table, in which a failed variant
-    keeps its reason.
+    keeps its reason; then it exits with 2 and names the failed ones.
     """
     configs = compose_variants(config)  # all of them: a mistake in the last one is found before the first one runs
     print(f"{config.experiment}: {len(configs)} variants, seed {config.seed}: {', '.join(configs)}")
@@ -46,6 +46,11 @@ def compare(config: Config) -> None:
                 for name, variant in configs.items()
             ]
             compare_variants(run.record, run.folder, config.references)
+    if errors:
+        raise UserError(
+            f"variants failed: {', '.join(errors)} ({len(errors)} of {len(configs)}), for the reasons in {run.folder}. "
+            "Re-run the same command to run them again, or leave them out of variants."
+        )
 
 
 def run_variants(configs: dict[str, Config]) -> dict[str, str]:
