@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 
 import hydra
@@ -20,9 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from focus_exp.checks import parse
-from focus_exp.cli import explain_error, help_text, order_arguments, quote_override
+from focus_exp.cli import explain_error, help_text, order_arguments, pop_option, quote_override
 from focus_exp.config import JOBS, Config, conf_dir, register_schemas
 from focus_exp.errors import EXTRAS, Interrupted, JobFailed, UserError, first_line, not_installed
+from focus_exp.jobs.show import show
 from focus_exp.launcher import quiet_unless_main, requeue_if_stopped, stoppable
 
 LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE)  # of disks and of `ulimit`
@@ -40,6 +42,10 @@ def run_job(composed: DictConfig) -> None:
     with stoppable(), quiet_unless_main():
         code = catch_errors(lambda: execute(parse(composed)))
     requeue_if_stopped(code)
+    end_job(code)
+
+
+def end_job(code: int) -> None:
     if code and HydraConfig.get().mode is RunMode.MULTIRUN and code <= 128:
         raise JobFailed(code)
     if code:
@@ -71,9 +77,14 @@ def run_command() -> None:
         return
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     launcher = next((argument for argument in arguments if argument.startswith("hydra/launcher=")), None)
-    if launcher and not is_sweep:
+    shown = {name.partition("=")[0] for name in arguments} & {"-c", "--cfg"}
+    if launcher and not is_sweep and not shown:
         raise UserError(f"{launcher} must be typed with -m, also for one job.")
-    sys.argv[1:] = [quote_override(argument, is_sweep) for argument in arguments]
+    quoted = [quote_override(argument, is_sweep) for argument in arguments]
+    if shown and (is_sweep or {"job", "--cfg=job", "-c=job"} & set(arguments)):
+        show_jobs(quoted)
+        return
+    sys.argv[1:] = quoted
     try:
         run_job()
     except RuntimeError as error:  # base class of submitit's errors
@@ -84,6 +95,22 @@ def run_command() -> None:
             f"{launcher}: {reason} Check hydra.launcher.partition, hydra.launcher.account and the logs below "
             "<runs_dir>/.sweeps, or leave it out to run here."
         ) from error
+
+
+def show_jobs(arguments: list[str]) -> None:
+    """Print what the jobs of a command run; the launcher and its settings do not change that."""
+    if (kind := pop_option(arguments, "-c", "--cfg")) != "job":
+        raise UserError(f"--cfg must be job with -m (got {kind}). Leave out -m for the settings of Hydra.")
+    package = pop_option(arguments, "-p", "--package")
+
+    @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
+    def show_job(composed: DictConfig) -> None:
+        end_job(catch_errors(lambda: show(parse(composed), package)))
+
+    kept = [a for a in arguments if not a.startswith(("hydra/launcher=", "hydra.launcher.")) and a != "--resolve"]
+    with tempfile.TemporaryDirectory() as folder:  # in which Hydra describes a sweep
+        sys.argv[1:] = [*kept, f"hydra.sweep.dir={folder}"]
+        show_job()
 
 
 def catch_errors(work: Callable[[], None]) -> int:

@@ -48,6 +48,16 @@ def order_arguments(arguments: list[str]) -> list[str]:
     return [*options, *settings]
 
 
+def pop_option(arguments: list[str], *names: str) -> str | None:
+    """Remove an option with a value, `--name value` or `--name=value`, from ordered arguments; returns its value."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in names and (equals or index + 1 < len(arguments)):
+            del arguments[index]
+            return value if equals else arguments.pop(index)
+    return None
+
+
 def check_setting(argument: str) -> None:
     """Raise UserError for an argument that is not key=value, or has a former key."""
     if "=" in argument.strip("=") or argument.startswith("~"):
@@ -150,7 +160,7 @@ focus_exp: learned sparse attention for frozen language models
   --help attention=sparq        every key of a choice, with its meaning
   --help +experiment=compare    what an experiment does and sets
   --help job=report             what a job does
-  --cfg job                     with a command: its whole configuration; nothing runs
+  --cfg job                     with a command: what it runs, also with -m; nothing runs
 """
 
 
