@@ -2,18 +2,19 @@
 
 The method replaces the layers' attention through transformers' attention interface. A forward pre-hook on every
 attention module routes its hidden states; a mask function keeps masks small; a pre-hook on the decoder makes the KV
-cache grouped. All state is in the per-layer modules, so that checkpointing, copies and nested calls work.
+cache grouped. All state is in the model's own modules and configs, so that checkpointing, copies and nested calls work.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
@@ -93,6 +94,7 @@ def attach(
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its head so
         decoder = model.base_model
+    copy_configs(model)
     configs: dict[int, Any] = {id(part.config): part.config for part in (decoder, *modules.values())}
     attachment = Attachment(
         method, options, indices, [(config, config._attn_implementation) for config in configs.values()]
@@ -100,8 +102,8 @@ def attach(
     for index in indices:
         module = modules[index]
         module.focus = built[index].to(find_device(module, model)).train(module.training)
-        attachment.hooks.append((module, partial(route_hidden_states, names=names[index])))
-    attachment.hooks.append((decoder, partial(prepare_decoder, modules={i: modules[i] for i in indices})))
+        attachment.register(module, route_hidden_states, names=names[index])
+    attachment.register(decoder, prepare_decoder, modules={i: modules[i] for i in indices})
     if not is_causal(model):
         model.prepare_inputs_for_generation = refuse_generation  # type: ignore[assignment]
     make_masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
@@ -124,6 +126,8 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     if "focus_attachment" not in vars(model):
         raise UserError(f"{type(model).__name__} wraps the attached model. Detach get_base_model().")
     attachment.set_active(False)
+    for handle in attachment.handles:
+        handle.remove()
     for layer in attachment.unpacked:
         setattr(layer, REPACKS, True)
     for module in attention_modules(model).values():
@@ -133,6 +137,15 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         vars(model).pop(name, None)
     del model.focus_attachment
     return model
+
+
+def copy_configs(model: PreTrainedModel) -> None:
+    """Give the model its own configurations: they name the attention function, and another model may share them."""
+    copies: dict[int, Any] = {}  # of those within others, too
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = copy.deepcopy(value, copies)
 
 
 def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerShape:
@@ -151,10 +164,10 @@ def check_forward(module: nn.Module) -> tuple[str, ...]:
     """Return the parameters of `forward`; UserError unless causal, with **kwargs."""
     if getattr(module, "is_causal", True) is False:
         raise UserError(f"{type(module).__name__} sees later tokens. Give a causal language model.")
-    parameters = inspect.signature(type(module).forward).parameters
+    parameters = inspect.signature(module.forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         raise UserError(f"{type(module).__name__} passes no arguments on to its attention function (no **kwargs)")
-    return tuple(parameters)[1:]
+    return tuple(parameters)
 
 
 def prevent_repacking(model: nn.Module) -> list[nn.Module]:

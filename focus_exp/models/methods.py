@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -85,7 +85,7 @@ class Attachment:
     """Changes by `attach`, which `detach` undoes and an adapter describes.
 
     implementations: configurations that name the attention function, each with the base model's.
-    hooks: forward pre-hooks of modules while the method is active; `handles` are theirs.
+    handles: of the forward pre-hooks. They keep their place among others and do nothing while `is_active` is False.
     unpacked: 4-bit layers kept from repacking their weights until `detach`.
     """
 
@@ -93,23 +93,22 @@ class Attachment:
     options: dict[str, Any]
     layers: list[int]
     implementations: list[tuple[PreTrainedConfig, str]]
-    hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     unpacked: list[nn.Module] = field(default_factory=list)
+    is_active: bool = False
 
-    @property
-    def is_active(self) -> bool:
-        return bool(self.handles)
+    def register(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+        """Register a forward pre-hook, called while the method is active, with `options`."""
+        self.handles.append(
+            module.register_forward_pre_hook(partial(self.call_if_active, hook, options), with_kwargs=True)
+        )
+
+    def call_if_active(self, hook: Callable[..., Any], options: dict[str, Any], *inputs: Any) -> Any:
+        return hook(*inputs, **options) if self.is_active else None
 
     def set_active(self, active: bool) -> None:
-        """Add or remove the hooks, and name the attention function that the layers call."""
-        if active == self.is_active:
-            return
-        for handle in self.handles:
-            handle.remove()
-        self.handles = [
-            module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self.hooks if active
-        ]
+        """Switch the hooks, and name the attention function that the layers call."""
+        self.is_active = active
         for config, base in self.implementations:
             # not by set_attn_implementation, which also changes other parts, such as an image encoder
             config._attn_implementation_internal = IMPLEMENTATION if active else base

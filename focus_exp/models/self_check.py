@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from focus_exp.models.methods import (
     attached_methods,
     disable_method,
     find_device,
+    get_attachment,
+    observe_selections,
     swap_methods,
     temporary_attributes,
 )
@@ -31,15 +34,15 @@ STEPS = (LENGTH - 3, 2, 1)  # tokens per forward pass with a KV cache
 # of logits, relative: rounding in half precision accumulates over layers, an unknown rule shows in every token
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 0.1
-VERIFIED: set[str] = set()  # architectures, by class and configuration
+VERIFIED: set[tuple[Any, ...]] = set()  # what `describe_code` returns of models that were compared
 
 
 def check_exact(model: PreTrainedModel) -> None:
     """Raise UserError unless layers that keep all pairs give the base's logits.
 
     Two short sequences, one padded on the left, go through the base and the attached model: with masks and through the
-    KV cache, once for an architecture; then through the method itself. Skipped where weights are
-    missing (on the meta device) or sharded.
+    KV cache, once for models that run the same code; then through the method itself, which every layer must call.
+    Skipped where weights are missing (on the meta device) or sharded.
     """
     parameters, methods = list(model.parameters()), attached_methods(model)
     if any(isinstance(p, DTensor) for p in parameters):
@@ -47,16 +50,39 @@ def check_exact(model: PreTrainedModel) -> None:
         return
     if not all(has_values(p) for p in parameters):
         return
-    dtypes = sorted({str(p.dtype) for p in parameters})
-    key = f"{type(model).__qualname__} {sorted(methods)} {dtypes} {model.config}"
+    code, called = describe_code(model), set()
     with torch.no_grad(), temporary_attributes(model.modules(), training=False):
-        if key not in VERIFIED:
+        if code is None or code not in VERIFIED:
             compare_with_base(model)
-            VERIFIED.add(key)
+            VERIFIED.update([] if code is None else [code])
         tokens, mask = (x[:, : PADDING + 2] for x in make_inputs(model))
-        run(f"{type(model).__name__} cannot run this attention method", partial(compute_logits, model, tokens, mask))
+        failure = f"{type(model).__name__} cannot run this attention method"
+        with observe_selections(model, lambda index, *_: called.add(index)):
+            run(failure, partial(compute_logits, model, tokens, mask))
+    check_called(failure, methods, called)
     for method in methods.values():
         method.path = None
+
+
+def describe_code(model: PreTrainedModel) -> tuple[Any, ...] | None:
+    """Return what decides on the exactness of an attached model; None where an instance was changed.
+
+    A `forward` of a module's own and hooks of others may do anything, and are not to be kept alive.
+    """
+    attached = {handle.id for handle in get_attachment(model).handles}
+    code: list[Any] = []
+    for module in model.modules():
+        if "forward" in vars(module) or {*module._forward_hooks, *module._forward_pre_hooks} - attached:
+            return None
+        code += [type(module), type(module).forward]
+    dtypes = {p.dtype for p in model.parameters()}
+    return frozenset(attached_methods(model)), frozenset(dtypes), str(model.config), *code
+
+
+def check_called(failure: str, layers: Iterable[int], called: Collection[int]) -> None:
+    """Raise UserError for layers that did not call their attention method."""
+    if skipped := [index for index in layers if index not in called]:
+        raise UserError(f"{failure}: layers {skipped} do not call it. Leave them out with layers=[...].")
 
 
 def compare_with_base(model: PreTrainedModel) -> None:
@@ -94,8 +120,7 @@ def compare_with_base(model: PreTrainedModel) -> None:
                 f"{failure}: with nothing pruned its logits differ from the base's by {error:.1e} (relative), so its "
                 "attention has a rule that is not supported"
             )
-        if skipped := [index for index, method in windows.items() if method.path is None]:
-            raise UserError(f"{failure}: layers {skipped} do not call it. Leave them out with layers=[...].")
+        check_called(failure, windows, [index for index, method in windows.items() if method.path])
 
 
 def make_inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
