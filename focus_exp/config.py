@@ -214,6 +214,7 @@ class TrainerConfig:
     gradient_clip: float = option(1.0, above=0)
     gradient_checkpointing: bool = False
     checkpoint_every: int = option(25, least=1)
+    checkpoint_minutes: float | None = option(None, least=0)
     log_every: int = option(1, least=1)
     probe_every: int | None = option(None, least=0)
     progress: bool = True

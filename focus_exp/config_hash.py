@@ -19,7 +19,7 @@ NOT_HASHED = (
 )
 MODEL_NOT_HASHED = ("dtype", "paper")
 TRAINER_NOT_HASHED = (
-    *("name", "log_every", "progress", "checkpoint_every", "probe_every"),
+    *("name", "log_every", "progress", "checkpoint_every", "checkpoint_minutes", "probe_every"),
     *("strategy", "devices", "num_nodes"),
 )
 ADAPTER = ("method", "options", "layers")  # keys of its description that determine its output

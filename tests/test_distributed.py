@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from builders import scored, stop_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import Result, fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
 from safetensors.numpy import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from focus_exp.config import LoraConfig, PhaseConfig
 from focus_exp.data import make_loader
@@ -26,6 +29,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.attach import attach
 from focus_exp.models.lora import add_lora
 from focus_exp.models.random import byte_tokenizer
+from focus_exp.training import distributed
 from focus_exp.training.module import LanguageModelTask
 
 QUICK = ("eval.max_sequences=2", "eval.top_k=[1]", "eval.controls=false")
@@ -209,6 +213,21 @@ def test_checkpoint_of_a_phase_holds_the_buffers_of_methods(tiny_model):
     task.on_save_checkpoint(checkpoint)
     saved = {name.removeprefix("model.") for name in checkpoint["state_dict"]}
     assert saved == {name for name in model.state_dict() if task.changes(name)} > set(task.trainable_names)
+
+
+def test_gather_state_is_whole_in_process_zero_alone(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        whole, part = torch.arange(6.0), torch.ones(2)
+        state = {"step": 3, "moments": [distribute_tensor(whole, mesh, [Shard(0)]), part]}
+        gathered = distributed.gather_state(state)
+        monkeypatch.setattr(distributed, "is_main", lambda: False)
+        others = distributed.gather_state(state)
+    finally:
+        dist.destroy_process_group()
+    assert gathered["step"] == 3 and torch.equal(gathered["moments"][0], whole)
+    assert others == {"step": 3, "moments": [None, part]}
 
 
 @slow

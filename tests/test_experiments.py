@@ -106,6 +106,14 @@ def test_experiment_trained_variants_see_the_same_tokens(name, budget):
     assert least > 0.995 * most
 
 
+def test_training_7b_from_scratch_takes_at_most_a_twentieth_for_trials():
+    for variant in compose_all("from_scratch", "budget=paper")[1].values():
+        (_, phase), tune = variant.phases[-1], variant.recipe.tune
+        assert variant.model.name == "mistral_7b" and phase.steps * tokens_per_step(variant) > 1.99e9
+        assert len(tune.factors) * phase.steps <= 0.05 * phase.steps
+        assert phase.learning_rate <= 3e-4 and phase.warmup_steps >= 1000
+
+
 def tokens_by_variant(variants):
     """Tokens, the fewest first, of those that are trained by more than a fit and on as many tokens."""
     trained = {name: variant for name, variant in variants.items() if any(phase.steps for _, phase in variant.phases)}

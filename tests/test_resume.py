@@ -4,6 +4,7 @@ import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.results.record import Record
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import PROBES, Checkpoint
-from focus_exp.training.checkpoints import CheckpointIO, read_checkpoint, remove_damaged
+from focus_exp.training.checkpoints import CheckpointIO, minutes_between, read_checkpoint, remove_damaged
 
 STEPS = 45  # two epochs and a half of the tiny text
 # checkpoints, log lines and epochs end at different steps
@@ -165,7 +166,7 @@ def test_full_disk_leaves_complete_checkpoints(folder, expected, monkeypatch):
     assert "No space left on device" in failed.err
     checkpoints = only_run(folder / "full") / "checkpoints"
     contents = {path.name: path.read_bytes() for path in checkpoints.iterdir()}
-    assert contents == {"router.ckpt": complete[1]}
+    assert contents == {"router.ckpt": complete[1], "router.previous.ckpt": complete[0]}
     assert record_of(folder / "full").status == "failed"
     with (only_run(folder / "full") / "metrics.jsonl").open("a") as log:
         log.write('{"phase": "router", "st')
@@ -197,11 +198,53 @@ def test_damaged_checkpoint_is_removed_with_those_of_later_phases(tmp_path, dama
     assert [child.name for child in tmp_path.iterdir()] == ["router.ckpt"]
 
 
+def test_checkpoint_before_replaces_a_damaged_or_missing_one(tmp_path):
+    path, steps = tmp_path / "router.ckpt", lambda: {p.name: read_checkpoint(p)["step"] for p in tmp_path.iterdir()}
+    for step in (1, 2, 3):
+        CheckpointIO().save_checkpoint({"step": step}, path)
+    assert steps() == {"router.ckpt": 3, "router.previous.ckpt": 2}
+    path.unlink()  # killed between two renames
+    assert remove_damaged(tmp_path, ["router"]) == []
+    assert steps() == {"router.ckpt": 2}
+    CheckpointIO().save_checkpoint({"step": 3}, path)
+    CheckpointIO().save_checkpoint({"step": 1}, tmp_path / "everything.ckpt")
+    path.write_bytes(path.read_bytes()[:-9])
+    (warning,) = remove_damaged(tmp_path, ["router", "everything"])
+    assert str(path) in warning and steps() == {"router.ckpt": 2}
+
+
+def test_checkpoint_waits_for_its_minutes(monkeypatch, tmp_path):
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: 60.0 * trainer.global_step)  # a step a minute
+    saved: list[int] = []
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_should_accumulate=lambda: False), global_step=0)
+    trainer.max_steps, trainer.save_checkpoint = 200, lambda _: saved.append(trainer.global_step)
+    checkpoint, module = Checkpoint(tmp_path / "last.ckpt", every=25, minutes=60), Mock()
+    for trainer.global_step in range(1, 201):
+        if trainer.global_step == 110:
+            checkpoint.received = signal.SIGTERM
+            with pytest.raises(Interrupted):
+                checkpoint.on_train_batch_end(trainer, module)
+            checkpoint.received = None
+        else:
+            checkpoint.on_train_batch_end(trainer, module)
+    assert saved == [75, 110, 175, 200]  # every 25, an hour apart; a signal and the end at once
+
+
+@pytest.mark.parametrize(
+    ("configured", "trained", "minutes"),
+    [(None, 148_224, 0), (None, 6_000_000, 0), (None, 7_241_732_096, 60), (0.0, 7_241_732_096, 0), (5.0, 1000, 5)],
+)
+def test_checkpoints_of_large_models_are_an_hour_apart(configured, trained, minutes):
+    assert minutes_between(configured, trained) == minutes
+
+
 def test_run_with_a_damaged_checkpoint_gives_the_same_numbers(folder, expected, monkeypatch):
     with monkeypatch.context() as patch:
         stop_training(patch, 20)
         assert run(*command(folder, "damaged")).code == SIGTERM_CODE
-    (path,) = (only_run(folder / "damaged") / "checkpoints").iterdir()
+    path = only_run(folder / "damaged") / "checkpoints" / "router.ckpt"
+    before = read_checkpoint(path.with_name("router.previous.ckpt"))
+    assert (before["global_step"], read_checkpoint(path)["global_step"]) == (18, 20)
     path.write_bytes(path.read_bytes()[:-100])
     assert run(*command(folder, "damaged")).code == 0
     assert str(path) in record_of(folder / "damaged").warnings[0]

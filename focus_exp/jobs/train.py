@@ -130,9 +130,9 @@ def save_weights(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
     state = {}
     for name, tensor in model.state_dict().items():
         if ".focus." not in name and name not in tied:
-            gathered = gather_tensor(tensor).cpu() if is_sharded(model) else tensor
+            whole = gather_tensor(tensor)
             if is_main():
-                state[name] = gathered
+                state[name] = whole.cpu() if is_sharded(model) else whole
     if not is_main():
         return
     with atomic_write(folder / "model") as new:

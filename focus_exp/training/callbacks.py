@@ -108,11 +108,15 @@ class Checkpoint(Callback):
     """Save `path` every `every` optimizer steps, at the end, and before a signal ends the run.
 
     Only at the end of an accumulation window: partial gradients are not part of a checkpoint.
+
+    Args:
+        minutes: at least, between the checkpoints that `every` asks for.
     """
 
-    def __init__(self, path: Path, every: int) -> None:
+    def __init__(self, path: Path, every: int, minutes: float = 0.0) -> None:
         self.path = path
-        self.every = every
+        self.every, self.minutes = every, minutes
+        self.last = time.monotonic()  # checkpoint, or start
         self.received: int | None = None
         self.handlers: dict[int, Any] = {}
 
@@ -136,12 +140,17 @@ class Checkpoint(Callback):
         # not into self.received: a signal that arrives during the all-reduce would be lost
         received = all_reduce_max(self.received)
         done = trainer.global_step == trainer.max_steps
-        if received is not None or done or trainer.global_step % self.every == 0:
+        if received is not None or done or (trainer.global_step % self.every == 0 and self._is_due()):
             trainer.save_checkpoint(self.path)
             broadcast_object(None)  # once process 0 has written it
+            self.last = time.monotonic()
         if received is not None and not done:
             self.received = received
             raise Interrupted(received, f"at step {trainer.global_step} of {trainer.max_steps}")
+
+    def _is_due(self) -> bool:
+        """Return whether enough minutes have passed, by the clock of process 0: all processes save together."""
+        return not self.minutes or broadcast_object(time.monotonic() - self.last >= 60 * self.minutes)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._restore_handlers()

@@ -1,7 +1,8 @@
-"""The checkpoint of a phase: written atomically, read without pickled classes, checked before a run resumes."""
+"""Checkpoints of a phase, the last two: written atomically, read without pickled classes, checked before use."""
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,34 @@ from focus_exp.errors import first_line
 from focus_exp.storage import atomic_write
 from focus_exp.training.distributed import is_main, world_size
 
+BYTES_PER_PARAMETER = 12  # float32 weight and AdamW's two moments
+LARGE = 1e9  # bytes
+LARGE_MINUTES = 60.0  # between checkpoints that are larger
+
 
 def checkpoint_path(folder: Path, phase: str) -> Path:
     return folder / f"{phase}.ckpt"
 
 
+def previous_path(path: Path) -> Path:
+    """Return where the checkpoint before `path` is kept."""
+    return path.with_suffix(f".previous{path.suffix}")
+
+
+def checkpoint_bytes(trained: int) -> int:
+    """Return the size of a checkpoint of `trained` parameters [bytes]; buffers are left out."""
+    return BYTES_PER_PARAMETER * trained
+
+
+def minutes_between(configured: float | None, trained: int) -> float:
+    """Return the least minutes between two checkpoints; null is an hour for those of over LARGE bytes."""
+    if configured is not None:
+        return configured
+    return LARGE_MINUTES if checkpoint_bytes(trained) > LARGE else 0.0
+
+
 class CheckpointIO(TorchCheckpointIO):
-    """Write checkpoints atomically, by process 0 alone."""
+    """Write checkpoints atomically, by process 0 alone, and keep the one before."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
@@ -29,6 +51,8 @@ class CheckpointIO(TorchCheckpointIO):
             try:
                 with temporary.open("wb") as file:
                     torch.save(checkpoint, file)
+                if path.exists():  # until the new one is in its place, the previous one is the last
+                    os.replace(path, previous_path(path))
             except RuntimeError as error:  # torch reports missing bytes in place of the full disk
                 if isinstance(reason := error.__context__, OSError):
                     raise OSError(reason.errno, reason.strerror, str(path)) from error
@@ -45,13 +69,26 @@ def read_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def remove_damaged(folder: Path, phases: list[str]) -> list[str]:
-    """Remove the first damaged checkpoint and those of the phases after it; returns warnings."""
+    """Replace the first damaged or missing checkpoint by the one before; returns warnings.
+
+    The checkpoints of later phases are removed, as they follow from it.
+    """
     for index, phase in enumerate(phases):
         path = checkpoint_path(folder, phase)
-        if path.exists() and (reason := damage_reason(path)):
-            for later in phases[index:]:
-                checkpoint_path(folder, later).unlink(missing_ok=True)
-            return [f"checkpoint {path} is damaged ({reason}); phase {phase} starts again"]
+        previous = previous_path(path)
+        if reason := damage_reason(path) if path.exists() else None:
+            path.unlink()
+        if not path.exists() and previous.exists():
+            if damage_reason(previous):
+                previous.unlink()
+            else:
+                os.replace(previous, path)
+        if reason:
+            for later in (checkpoint_path(folder, name) for name in phases[index + 1 :]):
+                later.unlink(missing_ok=True)
+                previous_path(later).unlink(missing_ok=True)
+            again = "resumes from the one before" if path.exists() else "starts again"
+            return [f"checkpoint {path} is damaged ({reason}); phase {phase} {again}"]
     return []
 
 

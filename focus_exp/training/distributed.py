@@ -298,12 +298,18 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def gather_state(state: Any) -> Any:
-    """Gather sharded tensors in nested dicts and lists; all processes must call this."""
+    """Gather sharded tensors in nested dicts and lists on the CPU of process 0.
+
+    All processes must call this; the others get None in their place, and never hold more than one whole tensor.
+    """
     if isinstance(state, dict):
         return {key: gather_state(value) for key, value in state.items()}
     if isinstance(state, list):
         return [gather_state(value) for value in state]
-    return gather_tensor(state).cpu() if isinstance(state, DTensor) else state
+    if not isinstance(state, DTensor):
+        return state
+    whole = gather_tensor(state)
+    return whole.cpu() if is_main() else None
 
 
 def shard_like(reference: Tensor, tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from focus_exp.training.callbacks import (
     Probe,
     StepLog,
 )
-from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path, read_checkpoint
+from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path, minutes_between, read_checkpoint
 from focus_exp.training.distributed import (
     active_strategy,
     broadcast_object,
@@ -123,7 +123,9 @@ def train_phase(
         callbacks += [CentroidUpdates(model, config.focus)]
     if probed is not None and every and find_routers(model):
         callbacks += [Probe(StepLog(folder / PROBES, name, first_step), every, model, probed, precision)]
-    callbacks += [Checkpoint(saved, settings.checkpoint_every)]
+    trained = sum(parameter.numel() for parameter in task.trainable_parameters())
+    minutes = minutes_between(settings.checkpoint_minutes, trained)
+    callbacks += [Checkpoint(saved, settings.checkpoint_every, minutes)]
     if config.has_router and config.focus.gate_steepness_start is not None:
         callbacks += [GateAnnealing(config.focus.gate_steepness_start, config.focus.gate_steepness)]
     # to Lightning each process is the only one, unless they have copies of the model
