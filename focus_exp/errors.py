@@ -14,6 +14,10 @@ class UserError(Exception):
     """Bad input; the command line prints the message and exits with 2."""
 
 
+class TooLong(UserError):
+    """An input has more tokens than the model has positions; a task with one is left out."""
+
+
 class Interrupted(BaseException):
     """A signal asked the run to stop; the same command resumes it.
 

@@ -344,6 +344,21 @@ def test_task_that_fails_is_an_error_next_to_the_others(measure, failing, words)
     evaluator.require_score()
 
 
+def test_task_beyond_the_positions_is_left_out_with_a_line_and_its_reason(measure):
+    evaluator = measure(["long", "perplexity@999"], controls=False)
+    assert {row.left_out for row in rows_of(evaluator)} == {True}
+    evaluator.require_score()
+    lines = []
+    evaluator.warn = lines.append
+    evaluator.measure_base()
+    assert ["long" in lines[0], "perplexity@999" in lines[1], *("512" in line for line in lines)] == [True] * 4
+
+
+def test_tasks_that_all_fail_are_refused_also_next_to_one_that_is_left_out(measure):
+    with pytest.raises(UserError, match="label"):
+        measure(["long", "wrong_label"], controls=False).require_score()
+
+
 def test_prompt_to_continue_longer_than_the_model_raises(tiny_model):
     lm = wrap(tiny_model("llama"))
     with pytest.raises(UserError, match="<= 100 tokens .got 101"):

@@ -18,7 +18,7 @@ from focus_exp.attention.selection import Sequence, count_pairs
 from focus_exp.models.methods import disable_method, observe_selections
 from focus_exp.speed import bench
 from focus_exp.speed.layer import BenchmarkCase, Layer, time_attention
-from focus_exp.speed.model import DECODE_STEPS, full_attention_works, time_decode_model, time_prefill
+from focus_exp.speed.model import full_attention_works, time_decode_model, time_prefill
 from focus_exp.speed.timing import begin_peak_memory, peak_memory, time_in_turns
 from focus_exp.speed.workload import Shape, Tensors, balanced, full_attention_kernels
 from focus_exp.training.precision import Precision
@@ -128,11 +128,33 @@ def test_time_prefill_full_kernels_give_the_base_logits(tiny_model):
 def test_time_decode_model_counts_what_a_sliding_layer_keeps_and_reads(groups, tiny_model):
     model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
     (row,) = timings(time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 1, "focus"))
-    length = 24 + 2 * DECODE_STEPS  # one round to warm up, one that counts
     with torch.no_grad(), disable_method(model):
-        cache = model(torch.randint(256, (1, length))).past_key_values
+        cache = model(torch.randint(256, (1, 24))).past_key_values
     assert row.full_peak_memory_bytes == sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     assert (row.density == 1) == (groups == 1)
+
+
+@torch.no_grad()
+def test_time_decode_model_stays_within_the_positions(tiny_model):
+    model = set_routing(attach(tiny_model("gpt2", n_positions=48), "focus", groups=2, window=4, sinks=1), hard=True)
+    ids: list[int] = []
+    model.transformer.wpe.register_forward_pre_hook(lambda _, args: ids.append(int(args[0].max())))
+    (row,) = timings(time_decode_model(model, torch.randint(256, (1, 48)), FLOAT32, 2, "focus"))
+    assert row.latency_ms > 0 and row.seq_len == 48 and max(ids) == 47
+    with pytest.raises(RuntimeError, match="bench.decode_lengths"):
+        time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 2, "focus")
+
+
+def test_bench_job_leaves_out_whole_models_beyond_the_positions(tmp_path):
+    lengths = ["bench.prefill_lengths=[64,4096]", "bench.decode_lengths=[40,8192]", "bench.lengths=[600]"]
+    result = succeed(*tiny(tmp_path), *BENCH, "model=tiny_gpt2", *lengths, "bench.step_lengths=[]")
+    rows = timings(record_of(tmp_path).measurements)
+    assert {(row.clock, row.seq_len) for row in rows} == {
+        *((clock, 600) for clock in ("attention", "kernels")), ("prefill", 64), ("decode model", 40),
+    }  # fmt: skip
+    assert all(row.error is None for row in rows)
+    (warning,) = record_of(tmp_path).warnings
+    assert warning in result.err and all(part in warning for part in ("4096", "8192", "512 positions"))
 
 
 def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_path):

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from focus_exp.assets import cache_root
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.data.long_range import is_long_range
-from focus_exp.errors import UserError, first_line
+from focus_exp.errors import TooLong, UserError, first_line
 from focus_exp.evaluation.controls import (
     BASE,
     RANDOM_GROUPS,
@@ -37,6 +37,7 @@ from focus_exp.evaluation.controls import (
     window_only,
 )
 from focus_exp.evaluation.perplexity import score, scores_key, sequence_means
+from focus_exp.models.load import count_positions
 from focus_exp.models.methods import swap_methods
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
@@ -55,6 +56,7 @@ NO_FILTER = "none"
 PERPLEXITY = "perplexity"
 FRACTIONS = ("acc", "exact_match", "em", "f1")  # metrics between 0 and 1, whatever their items
 PRIMARY = ("acc_norm", "acc")  # shown first
+LEFT_OUT = "left_out"  # setting of a task with inputs beyond the model's positions
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 
 
@@ -266,6 +268,7 @@ class BenchmarkEvaluator:
         blocks: held-out sequences, whose text perplexity@<tokens> uses.
         weights: fingerprint of the base; results of other weights are not read.
         base_folder: where runs share the results of the unmodified model; by default `folder`.
+        warn: called with one line for each task that is left out.
     """
 
     model: PreTrainedModel
@@ -276,6 +279,7 @@ class BenchmarkEvaluator:
     folder: Path
     weights: str = ""
     base_folder: Path | None = None
+    warn: Callable[[str], None] = log.warning
     measurements: list[Measurement] = field(default_factory=list)
     losses: dict[str, Losses] = field(default_factory=dict)
 
@@ -322,8 +326,10 @@ class BenchmarkEvaluator:
                 self.add(Variant(name=name, kind="control", method=method), task)
 
     def require_score(self) -> None:
-        """Raise UserError if there are tasks and none has a score."""
-        errors = [m.settings["error"] for m in self.measurements if m.settings.get("error")]
+        """Raise UserError if there are tasks within the model's positions and none has a score."""
+        errors = [
+            m.settings["error"] for m in self.measurements if m.settings.get("error") and not m.settings.get(LEFT_OUT)
+        ]
         if errors and all(m.value is None for m in self.measurements):
             raise UserError(f"eval.tasks must have a task that can be scored: {errors[0]}")
 
@@ -358,11 +364,19 @@ class BenchmarkEvaluator:
             result = self.run_perplexity(task, label) if is_perplexity(task) else self.run_lm_eval(task, label)
         except Exception as error:  # whatever a task's own code raises, the other tasks run
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            settings = variant.settings | {"task": task, "error": f"{kind}{first_line(error)}"}
+            is_long = isinstance(error, TooLong)
+            settings = variant.settings | {
+                "task": task,
+                "error": f"{kind}{first_line(error)}",
+                LEFT_OUT: is_long or None,
+            }
             self.measurements.append(
                 Measurement(variant=variant.name, metric=f"score:{task}", value=None, settings=settings)
             )
-            log.error("%s under %s failed: %s", task, variant.name, settings["error"])
+            if is_long:
+                self.warn(f"{task} is left out: {settings['error']}")
+            else:
+                log.error("%s under %s failed: %s", task, variant.name, settings["error"])
             return None
         return replace(result, seconds=time.perf_counter() - start)
 
@@ -404,9 +418,9 @@ class BenchmarkEvaluator:
             UserError: the model or the text is too short.
         """
         settings = self.config.eval
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = count_positions(self.model)
         if longest is not None and length > longest:
-            raise UserError(f"perplexity@<tokens> must be <= {longest}, the positions of the model (got {length})")
+            raise TooLong(f"perplexity@<tokens> must be <= {longest}, the positions of the model (got {length})")
         blocks = SequenceDataset(self.blocks.stream, length, bos=self.blocks.bos, cross_documents=False)
         count = len(blocks)
         if settings.max_sequences is not None:

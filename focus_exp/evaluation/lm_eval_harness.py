@@ -29,7 +29,7 @@ from focus_exp.config import Config
 from focus_exp.data import find_bos
 from focus_exp.data.embedded_benchmarks import describe_source, load_benchmark
 from focus_exp.data.long_range import TASKS, build_suite, is_long_range, task_config
-from focus_exp.errors import UserError, first_line
+from focus_exp.errors import TooLong, UserError, first_line
 from focus_exp.evaluation.benchmarks import Metric, TaskResult
 from focus_exp.evaluation.perplexity import PairCounter
 from focus_exp.models.hf_cache import cache_unsupported_reason
@@ -127,9 +127,9 @@ class MaskedLM(HFLM):
         return logits
 
     def check_length(self, longest: int, limit: int) -> None:
-        """Raise UserError for a request that lm-eval would truncate."""
+        """Raise TooLong for a request that lm-eval would truncate."""
         if longest > limit:
-            raise UserError(
+            raise TooLong(
                 f"a request must be <= {limit} tokens (got {longest}). Lower eval.num_fewshot, or leave the task "
                 "out of eval.tasks."
             )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
 from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
 from focus_exp.jobs.compose import command_overrides, compose_overrides, compose_router
-from focus_exp.jobs.prepare import check_length, prepare
+from focus_exp.jobs.prepare import prepare
 from focus_exp.jobs.resume import print_finished
-from focus_exp.jobs.run import open_run
+from focus_exp.jobs.run import Run, open_run
 from focus_exp.jobs.train import load_or_fit_router, trains_router
+from focus_exp.models.load import count_positions
 from focus_exp.models.methods import set_routing
 from focus_exp.speed.bench import SpeedBenchmark
 from focus_exp.speed.layer import Methods
@@ -33,8 +39,6 @@ def bench(config: Config) -> None:
             run.warn("bench.dtype should be float32 (got bf16): this CPU emulates bfloat16, which distorts layer times")
         setup = prepare(run)
         model = setup.model
-        max_length = max([config.eval.seq_len, *settings.prefill_lengths])
-        check_length(model, "bench.prefill_lengths", max_length, config.model.name)
         if settings.quality:
             setup.measure_base()
         is_trained = load_or_fit_router(run, setup)
@@ -44,12 +48,28 @@ def bench(config: Config) -> None:
         elif config.dual:
             set_routing(model, hard=True, top_k=config.dual.top_k)
         sequences = setup.perplexity.blocks
-        benchmark = SpeedBenchmark(config, model, sequences, run.precision, is_trained, methods)
+        timed = fit_lengths(run, model)
+        benchmark = SpeedBenchmark(timed, model, sequences, run.precision, is_trained, methods)
         for measurement in benchmark.run():
             run.record.measurements.append(measurement)
         if settings.quality:
             setup.measure_attached()
             setup.write(run)
+
+
+def fit_lengths(run: Run, model: PreTrainedModel) -> Config:
+    """Return the configuration without whole-model lengths beyond the model's positions, and warn of these.
+
+    One layer has no positions, so its lengths are all timed.
+    """
+    bench, positions = run.config.bench, count_positions(model) or sys.maxsize
+    prefill = [length for length in bench.prefill_lengths if length <= positions]
+    decode = [length for length in bench.decode_lengths if length <= positions]
+    long = sorted({*bench.prefill_lengths, *bench.decode_lengths} - {*prefill, *decode})
+    if long:
+        lengths = ", ".join(map(str, long))
+        run.warn(f"the whole model is not timed at {lengths} tokens: {run.config.model.name} has {positions} positions")
+    return replace(run.config, bench=replace(bench, prefill_lengths=prefill, decode_lengths=decode))
 
 
 def check_fitted(config: Config) -> None:

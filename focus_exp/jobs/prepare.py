@@ -23,7 +23,7 @@ from focus_exp.jobs.compose import base_overrides, compose_base, needs_base
 from focus_exp.jobs.resume import finished_record
 from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import read_adapter
-from focus_exp.models.load import hash_tokenizer_files, load_model
+from focus_exp.models.load import count_positions, hash_tokenizer_files, load_model
 from focus_exp.results.losses import LOSSES, TEXT, write_losses
 from focus_exp.results.run_dir import run_folder
 from focus_exp.speed.model import model_shape
@@ -110,7 +110,15 @@ def prepare(run: Run) -> Setup:
         model, sequences, config, run.precision, run.folder / "evaluation", weights, shared / "evaluation"
     )
     benchmarks = BenchmarkEvaluator(
-        model, tokenizer, sequences, config, run.precision, run.folder / "benchmarks", weights, shared / "benchmarks"
+        model,
+        tokenizer,
+        sequences,
+        config,
+        run.precision,
+        run.folder / "benchmarks",
+        weights,
+        shared / "benchmarks",
+        warn=run.warn,
     )
     return Setup(model, tokenizer, corpus, perplexity, benchmarks)
 
@@ -139,9 +147,10 @@ def training_sequences(config: Config, setup: Setup) -> SequenceDataset:
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:
     """Raise UserError if the model has fewer positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = count_positions(model)
     if positions is not None and length > positions:
-        raise UserError(f"{key} must be <= {positions}, the positions of {name} (got {length}).")
+        fix = f"Type {key}={positions}, or a model with more." if "+" not in key else "Give smaller ones."
+        raise UserError(f"{key} must be <= {positions}, the positions of {name} (got {length}). {fix}")
 
 
 def train_base(config: Config) -> ModelConfig:

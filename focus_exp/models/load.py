@@ -270,6 +270,11 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+def count_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions of a model; None where its config names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def gather_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a sharded one; all processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

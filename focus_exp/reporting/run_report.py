@@ -140,7 +140,11 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
                 "metric": row.task_metric or ABSENT,
                 "variant": BASE if row.kind == "base" or row.variant is None else row.variant,
                 "routing": row.subject.partition(f" {row.task} ")[0],
-                "score": "failed" if row.error else _percent(row.value) if fraction else format_number(row.value),
+                "score": ("left out" if row.left_out else "failed")
+                if row.error
+                else _percent(row.value)
+                if fraction
+                else format_number(row.value),
                 "change": _change(changes.get(_key(row, BASE))),
                 "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -77,9 +76,8 @@ class SpeedBenchmark:
         tasks += [("attention step", n, partial(self.time_layer, backward=True)) for n in settings.step_lengths]
         if self.is_trained:
             tasks += [("prefill", n, partial(self.time_model, time_prefill)) for n in settings.prefill_lengths]
-            positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
             decode = partial(self.time_model, time_decode_model)
-            tasks += [("decode model", n, decode) for n in settings.decode_lengths if n <= positions]
+            tasks += [("decode model", n, decode) for n in settings.decode_lengths]
         elif settings.prefill_lengths or settings.decode_lengths:
             print("no trained router, so the whole model is not timed; give adapter= or train one")
         return tasks + [("methods", n, self.time_methods) for n in lengths if self.methods]

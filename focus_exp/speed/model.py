@@ -86,10 +86,20 @@ def time_prefill(
 def time_decode_model(
     model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, variant: str, **settings: Any
 ) -> list[Measurement]:
-    """Time the clock "decode model": the whole model for one token after `tokens` (1, T)."""
-    ours = Decoder(model, tokens, precision)
+    """Time the clock "decode model": the whole model for one token, up to as many as `tokens` (1, T).
+
+    The prompt is shorter by the tokens that are decoded, so that none is beyond position T.
+
+    Raises:
+        RuntimeError: T is too short for one prompt token.
+    """
+    decoded = (repeats + 1) * DECODE_STEPS  # one round to warm up
+    if tokens.shape[1] <= decoded:
+        raise RuntimeError(f"bench.decode_lengths must be > {decoded}, the tokens that are decoded")
+    prompt = tokens[:, :-decoded]
+    ours = Decoder(model, prompt, precision)
     with disable_method(model):
-        full = Decoder(model, tokens, precision)
+        full = Decoder(model, prompt, precision)
     works: dict[str, Work] = {"full": partial(run_in, partial(disable_method, model), full.run), "ours": ours.run}
     seconds = time_in_turns(works, repeats, precision.device)
     settings = {
