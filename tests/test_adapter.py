@@ -10,6 +10,8 @@ import torch
 from builders import compute_logits, make_tokens
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
 from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
@@ -134,6 +136,30 @@ def test_load_adapter_resized_base_raises_with_hint(tiny_model, saved):
     assert_refused(model, saved, "own base model: give it with model.path=.* or model.hub_id=")
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("loaded", DTYPES, ids=str)
+@pytest.mark.parametrize("saved", DTYPES, ids=str)
+def test_load_adapter_base_in_another_dtype_is_accepted(tiny_model, tmp_path, saved, loaded):
+    save_adapter(attach(tiny_model("llama").to(saved)), tmp_path)
+    assert attached_methods(load_adapter(tiny_model("llama").to(loaded), tmp_path))
+
+
+def test_load_adapter_mixed_dtypes_are_accepted(tiny_model, saved):
+    model = tiny_model("llama").half()
+    model.model.norm.float()
+    assert adapter.read_adapter(model, saved)
+
+
+@pytest.mark.parametrize(("loaded", "change"), [(torch.float32, 1e-2), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)])
+def test_load_adapter_trained_base_is_refused(tiny_model, saved, loaded, change):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1 + change)
+    assert_refused(model.to(loaded), saved, "belongs to LlamaForCausalLM")
+
+
 @pytest.mark.parametrize("file", [WEIGHTS, DESCRIPTION])
 @pytest.mark.parametrize("kept", [None, 0.0, 0.9])
 def test_load_adapter_missing_or_truncated_file_raises(tiny_model, saved, file, kept):
@@ -226,6 +252,60 @@ def test_save_adapter_with_peft_adapters_belongs_to_the_base(tiny_model, trained
     save_adapter(wrapped if saved_of == "wrapper" else wrapped.get_base_model(), tmp_path)
     assert json.loads((tmp_path / DESCRIPTION).read_text())["base_model"]["name"] == name
     assert torch.equal(compute_logits(set_routing(load_adapter(base, tmp_path), hard=True)), expected)
+
+
+def train_with_peft(model: PreTrainedModel) -> None:
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["router"]))
+    for name, parameter in wrapped.named_parameters():
+        if "modules_to_save" in name and "centroids" in name:
+            parameter.data.mul_(-2)
+
+
+def train_compiled(model: PreTrainedModel) -> None:
+    for method in attached_methods(model).values():
+        method.router = torch.compile(method.router)
+        method.router.centroids.data.mul_(-2)
+
+
+def train_checkpointed(model: PreTrainedModel) -> None:
+    for method in attached_methods(model).values():
+        method.router.centroids.data.mul_(-2)
+        method.router = checkpoint_wrapper(method.router)
+
+
+@pytest.mark.parametrize("train", [train_with_peft, train_compiled, train_checkpointed])
+def test_save_adapter_wrapped_router_saves_what_was_trained(tiny_model, trained, tmp_path, train):
+    model = set_routing(trained("llama"), hard=True)
+    before = compute_logits(model)
+    train(model)
+    with torch.compiler.set_stance("force_eager"):
+        expected = compute_logits(model)
+    loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))
+    assert torch.equal(compute_logits(loaded), expected) and not torch.equal(expected, before)
+    description = json.loads((tmp_path / DESCRIPTION).read_text())
+    assert description["trainable_parameters"] == 2 * (64 * 8 + 6 * 8)
+
+
+def parametrize_router(model: PreTrainedModel) -> None:
+    register_parametrization(attached_methods(model)[1].router, "projection", torch.nn.Identity())
+
+
+def put_lora_on_router(model: PreTrainedModel) -> None:
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], target_parameters=["router.projection"]))
+
+
+def put_two_peft_adapters(model: PreTrainedModel) -> None:
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["router"])
+    get_peft_model(model, config).add_adapter("second", config)
+
+
+@pytest.mark.parametrize("wrap", [parametrize_router, put_lora_on_router, put_two_peft_adapters])
+def test_save_adapter_that_could_not_be_loaded_raises_and_writes_nothing(trained, tmp_path, wrap):
+    model = trained("llama")
+    wrap(model)
+    with pytest.raises(UserError, match=r"layer \d: the attached method cannot be saved"):
+        save_adapter(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_attached_methods_wrapped_method_raises(trained):

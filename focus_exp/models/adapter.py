@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
@@ -20,8 +22,15 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.attach import attach, detach
-from focus_exp.models.load import fingerprint, gather_tensor, select_numerics
-from focus_exp.models.methods import attached_methods, get_attachment, is_causal, set_routing
+from focus_exp.models.load import (
+    are_casts,
+    gather_tensor,
+    hash_samples,
+    join_samples,
+    sample_parameters,
+    select_numerics,
+)
+from focus_exp.models.methods import Attachment, attached_methods, get_attachment, is_causal, set_routing
 from focus_exp.renames import upgrade_options
 from focus_exp.storage import atomic_write
 
@@ -30,6 +39,10 @@ WEIGHTS, DESCRIPTION, CARD = ADAPTER_FILES
 FORMAT = 1
 HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]  # of the HTTP client of huggingface_hub
 BASE_HINT = "give it with model.path=<its folder> or model.hub_id=<owner/name>"
+SAMPLES = "base_model.samples"  # tensor of numbers of the base, which tell its casts to float16
+# in names of tensors: PEFT's modules_to_save, torch.compile and activation checkpointing
+WRAPPERS = re.compile(r"\b(modules_to_save\.\w+|_orig_mod|_checkpoint_wrapped_module)\.")
+UNUSED_COPY = "original_module."  # from before PEFT trained
 FIELDS = ("method", "options", "layers", "causal", "trainable_parameters", "base_model")
 
 
@@ -41,13 +54,14 @@ def save_adapter(
     Args:
         extra: added to the description.
         write: False for all but one process of a sharded model; all must call this.
+
+    Raises:
+        UserError: a wrapper has changed the tensors of the method, so that they could not be loaded.
     """
-    folder, attachment, methods = Path(folder), get_attachment(model), attached_methods(model)
-    tensors = {
-        f"layers.{index}.{name}": gather_tensor(tensor).cpu().contiguous()
-        for index, method in methods.items()
-        for name, tensor in method.state_dict().items()
-    }
+    folder, attachment, samples = Path(folder), get_attachment(model), sample_parameters(model)
+    methods = {index: copy_plain(index, method, attachment) for index, method in attached_methods(model).items()}
+    tensors = {f"layers.{i}.{name}": x for i, method in methods.items() for name, x in method.state_dict().items()}
+    tensors[SAMPLES] = join_samples(samples)
     description = {
         "format": FORMAT,
         "method": attachment.method,
@@ -59,7 +73,7 @@ def save_adapter(
             "name": base_name(model),
             "model_type": model.config.model_type,
             "revision": getattr(model.config, "_commit_hash", None),
-            "fingerprint": fingerprint(model),
+            "fingerprint": hash_samples(samples),
             "arithmetic": select_numerics(model.config),
         },
         **(extra or {}),
@@ -69,6 +83,28 @@ def save_adapter(
             save_file(tensors, weights)
             text.write_text(json.dumps(description, indent=2, default=Tensor.tolist) + "\n", encoding="utf-8")
     return folder
+
+
+def copy_plain(index: int, method: AttentionMethod, attachment: Attachment) -> AttentionMethod:
+    """Copy a method as an adapter builds it: on the CPU, whole, and without wrappers of its modules.
+
+    Raises:
+        UserError: it has other tensors, as with LoRA on the router; its adapter could not be loaded.
+    """
+    with torch.random.fork_rng(devices=[]):
+        plain = build(attachment.method, method.shape, **attachment.options)
+    tensors = {name: gather_tensor(tensor).cpu().contiguous() for name, tensor in method.state_dict().items()}
+    state = [(WRAPPERS.sub("", name), x) for name, x in tensors.items() if UNUSED_COPY not in name]
+    try:
+        plain.load_state_dict(dict(state), assign=True)
+        if len(dict(state)) < len(state):
+            raise RuntimeError("it has several PEFT adapters")
+    except RuntimeError as error:
+        raise UserError(
+            f"layer {index}: the attached method cannot be saved ({error}). Call merge_and_unload(), or remove other "
+            "wrappers of the method, first."
+        ) from None
+    return plain
 
 
 def base_name(model: PreTrainedModel) -> str:
@@ -177,9 +213,16 @@ def read_adapter(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read description and tensors of an adapter; UserError for another base."""
     folder = find_adapter(folder)
-    description = read_description(folder)
-    base, actual = description["base_model"], fingerprint(model)
-    if base["fingerprint"] != actual:
+    description, path, samples = read_description(folder), folder / WEIGHTS, sample_parameters(model)
+    try:
+        tensors = load_file(path)
+        if nan := next((name for name, tensor in tensors.items() if tensor.isnan().any()), None):
+            raise ValueError(f"{nan} has NaN")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}). Copy the adapter again.") from None
+    base, actual, saved = description["base_model"], hash_samples(samples), tensors.pop(SAMPLES, None)
+    is_cast = saved is not None and are_casts(saved, join_samples(samples))
+    if base["fingerprint"] != actual and not is_cast:
         mismatch = (
             f"the adapter in {folder} belongs to {base['name']} (fingerprint {base['fingerprint'][:12]}), but this "
             f"model is {model.config.name_or_path or type(model).__name__} (fingerprint {actual[:12]})"
@@ -194,13 +237,6 @@ def read_adapter(
     trained, config = base.get("arithmetic", {}), select_numerics(model.config)
     if changed := sorted(name for name in trained.keys() & config.keys() if trained[name] != config[name]):
         log.warning("the adapter in %s was trained on these weights with another %s", folder, ", ".join(changed))
-    path = folder / WEIGHTS
-    try:
-        tensors = load_file(path)
-        if nan := next((name for name, tensor in tensors.items() if tensor.isnan().any()), None):
-            raise ValueError(f"{nan} has NaN")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}). Copy the adapter again.") from None
     return description, tensors
 
 

@@ -249,7 +249,12 @@ def fingerprint(model: PreTrainedModel) -> str:
     by a quantization library counts by its name alone, because its layout depends on device, version and use: int8 and
     nf4 copies of a model share a fingerprint, which is not the model's.
     """
-    digest = hashlib.sha256()
+    return hash_samples(sample_parameters(model))
+
+
+def sample_parameters(model: PreTrainedModel) -> dict[str, Tensor | None]:
+    """Return 64 elements of each of the base's parameters, by name and shape; None of packed ones."""
+    samples: dict[str, Tensor | None] = {}
     base = [(PEFT_INFIX.sub("", name), name, p) for name, p in model.named_parameters()]
     for base_name, name, parameter in sorted(base, key=itemgetter(0)):
         if ADDED_PARAMETERS.search(name):
@@ -260,19 +265,42 @@ def fingerprint(model: PreTrainedModel) -> str:
                 "offloading."
             )
         if is_packed(parameter):
-            digest.update(f"{base_name} ".encode())
+            samples[f"{base_name} "] = None
             continue
         flat = gather_tensor(parameter.detach()).reshape(-1)
         idx = torch.linspace(0, flat.numel() - 1, FINGERPRINT_SAMPLES, dtype=torch.float64).long()
-        sample = flat[idx.to(flat.device)].to(torch.bfloat16).cpu()
-        digest.update(f"{base_name} {tuple(parameter.shape)} ".encode())
-        digest.update(sample.view(torch.int16).numpy().tobytes())
+        samples[f"{base_name} {tuple(parameter.shape)} "] = flat[idx.to(flat.device)].cpu()
+    return samples
+
+
+def hash_samples(samples: dict[str, Tensor | None]) -> str:
+    digest = hashlib.sha256()
+    for name, sample in samples.items():
+        digest.update(name.encode())
+        if sample is not None:
+            digest.update(sample.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
 
 
 def count_positions(model: PreTrainedModel) -> int | None:
     """Return the number of positions of a model; None where its config names none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def join_samples(samples: dict[str, Tensor | None]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.bfloat16), *(x for x in samples.values() if x is not None)])
+
+
+def are_casts(x: Tensor, y: Tensor) -> bool:
+    """Return whether x and y may be casts of the same numbers to bfloat16, float16 or wider types."""
+    if x.shape != y.shape:
+        return False
+    x, y = x.double(), y.double()
+    (x_brain, x_half), (y_brain, y_half) = ([z.bfloat16().double(), z.half().double()] for z in (x, y))
+    # numbers that were rounded to bfloat16 here and to float16 there
+    both = ((x == x_brain) & (y == y_half)) | ((y == y_brain) & (x == x_half))
+    both &= torch.isclose(x, y, rtol=2**-8, atol=2**-24)
+    return bool((both | (x_brain == y_brain) | (x_half == y) | (x == y_half)).all())
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
