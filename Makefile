@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install retrofit reproduce-embedded report test test-all architectures faults smoke slurm sanitize gpu gpu-models lint format types clean
+.PHONY: help install resolve retrofit reproduce-embedded report test test-all architectures faults smoke slurm sanitize gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -25,28 +25,42 @@ install-%: $(STAMP)-% ;
 
 .PRECIOUS: $(STAMP)-%
 
-# said before, while packages of megabytes come, and after; the stamp is last, so that a broken attempt is taken up again
+# Said before, while packages of megabytes come, and after; pip's last lines where it fails. The stamp is last, so that a
+# broken attempt is taken up again. uv serves where the environment has no pip, as in those that it makes.
 define install
-	@echo "installing $(1) into $(VENV) ..."
-	@set -o pipefail; began=$$SECONDS; \
-		PYTHONUNBUFFERED=1 $(RUN) pip install --editable '$(2)' --constraint constraints.txt | while read -r line; do \
-			case $$line in \
-				Downloading*[MG]B\)) echo "  $${line#* }" ;; \
-				"Successfully installed"*) set -- $$line; echo "  $$(($$# - 2)) packages" ;; \
-			esac; \
-		done && echo "... $$((SECONDS - began)) s"
+	@set -o pipefail; pip="$(RUN) pip"; $$pip --version >/dev/null 2>&1 || pip="uv pip --python $(VENV)/bin/python"; \
+	command="$$pip install --editable '$(2)' --constraint constraints.txt"; log=$$(mktemp); began=$$SECONDS; \
+	echo "installing $(1) into $(VENV) ..."; \
+	$(VENV)/bin/python -c 'from importlib.metadata import version as v; print("  torch", v("torch"), "is there")' \
+		2>/dev/null || echo "  torch is not there: $(TORCH_SIZE)"; \
+	PYTHONUNBUFFERED=1 eval "$$command" 2>&1 | tee "$$log" | while read -r line; do \
+		case $$line in \
+			Downloading*[MG]B\)) echo "  $${line#* }" ;; \
+			"Successfully installed"*) set -- $$line; echo "  $$(($$# - 2)) packages" ;; \
+		esac; \
+	done; code=$$?; \
+	[ $$code = 0 ] && echo "... $$((SECONDS - began)) s" || { tail -n 20 "$$log"; echo "failed: $$command"; }; \
+	rm -f "$$log"; exit $$code
 	@touch $@
 endef
 
+TORCH_SIZE = on Linux its CUDA build comes, 3 GB to download and 6 GB on disk$(if \
+	$(shell command -v nvidia-smi),,; no NVIDIA GPU here: README says how to give a CPU build first)
+
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
-		|| { echo "focus_exp runs on Python 3.11 to 3.13; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
-	@$(RUN) pip --version >/dev/null 2>&1 \
-		|| { echo "creating $(VENV)"; $(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV); }
-	$(call install,the packages of the main job (torch among them),.)
+	@python=$(VENV)/bin/python; $$python -c '' 2>/dev/null || python=$(PYTHON); \
+		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
+		echo "focus_exp runs on Python 3.11 to 3.14; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@$(VENV)/bin/python -c '' 2>/dev/null || { \
+		echo "creating $(VENV)"; $(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV); }
+	@{ $(RUN) pip --version || uv --version || $(RUN) ensurepip; } >/dev/null 2>&1
+	$(call install,the packages of the main job,.)
 
 $(STAMP)-%: $(STAMP)
 	$(call install,what the extras $* add,.[$*])
+
+resolve: ## whether pip resolves the package and its extras with its plain configuration, for each Python here
+	tests/resolve.sh $(ARGS)
 
 retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides in ARGS
 	$(RUN) focus_exp +experiment=retrofit_124m $(ARGS)
