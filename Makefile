@@ -14,7 +14,7 @@ GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install resolve retrofit reproduce-embedded report test test-all architectures faults smoke slurm sanitize gpu gpu-models lint format types clean
+.PHONY: help install resolve retrofit reproduce-embedded report test test-all rehearse architectures faults smoke slurm sanitize gpu gpu-models lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,11 @@ test: $(TESTED) ## the quick tests, which need neither a GPU nor SLURM
 
 test-all: $(TESTED) ## the same with those that take long
 	$(RUN) pytest -n $(JOBS) --dist loadfile -m 'not gpu and not slurm' $(ARGS)
+
+# what it trains and measures, its logs and its table are below that folder
+rehearse: $(TESTED) ## every experiment, page and report at the paper's budget, on tiny models of a local hub; ARGS='speed report': these
+	rm -rf runs/rehearsal
+	JOBS=$(JOBS) $(VENV)/bin/python tests/rehearse.py runs/rehearsal $(ARGS)
 
 architectures: $(STAMP)-dev ## Focus on every causal language model that transformers has, tiny; ARGS=llama: that one alone
 	$(VENV)/bin/python tests/architectures.py $(ARGS)
