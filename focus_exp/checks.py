@@ -29,6 +29,7 @@ from focus_exp.launcher import is_requeued
 from focus_exp.renames import renamed_key_reason
 
 SYNONYMS = {"max_steps": "steps", "lr": "learning_rate"}  # names of keys elsewhere
+FLASH_METHODS = ("focus", "random_groups")  # whose routing backend=flash serves
 PERPLEXITY = "perplexity"  # perplexity@<tokens>: the task that is not lm-eval's
 PLACES = ("path", "hub_id")
 # fields that a YAML file sets for its own weights or text alone
@@ -113,7 +114,7 @@ def validate(config: Config) -> None:
         validate_options(config)
     except ValueError as error:
         raise UserError(str(error)) from None
-    for check in (check_job, check_places, check_tasks, check_attention, check_top_k, check_recipe):
+    for check in (check_job, check_places, check_tasks, check_attention, check_flash, check_top_k, check_recipe):
         if reason := next(check(config), None):
             raise UserError(reason)
 
@@ -191,6 +192,21 @@ def check_attention(config: Config) -> Iterator[str]:
         yield f"attention.density must be null with attention.groups_per_layer (got {dual.density}). Give one of them."
     if dual and dual.density is not None and not dual.calibration_sequences:
         yield f"attention.density must be null with attention.calibration_sequences=0 (got {dual.density})."
+
+
+def check_flash(config: Config) -> Iterator[str]:
+    attention = config.attention
+    if attention.backend != "flash":
+        return
+    if attention.method not in FLASH_METHODS:
+        yield (
+            f"attention.backend must be auto, masked, triton or cpu with attention={attention.name} (got flash, which "
+            f"serves attention.method {' and '.join(FLASH_METHODS)})."
+        )
+    elif getattr(attention, "pair_rule", "") == "share" and getattr(attention, "top_k", 1) > 1:
+        yield "attention.pair_rule must be query_topk with attention.backend=flash and top_k > 1 (got share)."
+    elif getattr(attention, "train_with", "soft") == "hard":
+        yield "attention.train_with must be soft with attention.backend=flash (got hard)."
 
 
 def check_top_k(config: Config) -> Iterator[str]:

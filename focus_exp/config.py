@@ -28,7 +28,7 @@ from focus_exp.errors import UserError
 # job -> the module of jobs/ with a function of that name
 _MODULES = ("train", "evaluate", "bench", "generate", "compare", "analyze", "plan", "report", "reproduce")
 JOBS = {name: name for name in _MODULES} | {"dashboard": "report", "build_tasks": "evaluate"}
-BACKENDS = ("auto", "masked", "triton", "cpu")
+BACKENDS = ("auto", "masked", "triton", "cpu", "flash")
 
 
 def conf_dir() -> str:

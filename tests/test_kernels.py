@@ -1,7 +1,7 @@
 """Every backend against the float64 reference, which of them is chosen, and which kernel computes full attention."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from builders import compute_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import random_assignment, random_sequence
+from problems import Problem, random_assignment, random_sequence
 from torch import Tensor
 
 from focus_exp import UserError, attach, set_routing
 from focus_exp.attention.base import SPARSE_FROM
-from focus_exp.attention.dense import blocked_attention, masked_attention, reference_attention
+from focus_exp.attention.dense import blocked_attention, masked_attention
 from focus_exp.attention.kernels import KERNELS, KernelRequirements, gpu_sparse, select_backends
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, local_only_selection, select
@@ -34,48 +34,6 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@dataclass
-class Problem:
-    """Hold q, k, v, what to select, and how to attend."""
-
-    tensors: list[Tensor]
-    selection: Selection
-    sequence: Sequence
-    args: AttentionArgs
-
-    def run(self, attention: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Return the output on real tokens, and the gradients of q, k, v, sink logits and trained assignments."""
-        wide = torch.promote_types(dtype, torch.float32)
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in self.tensors]
-        args, selection = self.args, self.selection
-        if args.sink_logits is not None:
-            leaves.append(args.sink_logits.to(wide, copy=True).requires_grad_())
-            args = replace(args, sink_logits=leaves[-1])
-        for name in ("assignment", "key_assignment") if selection.is_soft or args.ste_slope is not None else ():
-            if (x := getattr(selection, name)) is not None:
-                leaves.append(x.to(wide, copy=True).requires_grad_())
-                selection = replace(selection, **{name: leaves[-1]})
-        out = attention(*leaves[:3], selection, self.sequence, args)
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-        if self.sequence.valid is not None:
-            weights = weights * self.sequence.valid[:, None, :, None]
-        gradients = torch.autograd.grad((out * weights.to(out.dtype)).sum(), leaves)
-        with torch.no_grad():  # which takes other kernels
-            untrained = attention(*(x.to(dtype) for x in self.tensors), self.selection, self.sequence, self.args)
-        return [x.detach().double() for x in (*(y * (weights != 0) for y in (out, untrained)), *gradients)]
-
-    def check(
-        self, attention: Callable[..., Tensor], dtype: torch.dtype, tolerance: float, of_gradients: float | None = None
-    ) -> None:
-        """Compare with the reference; a gradient can be all cancellation, so that the largest sets the scale."""
-        self.tensors = [x.to(dtype).double() for x in self.tensors]
-        ours, exact = self.run(attention, dtype), self.run(reference_attention, torch.float64)
-        scale = max(x.norm() for x in exact[2:])
-        for index, (mine, truth) in enumerate(zip(ours, exact, strict=True)):
-            limit = tolerance * truth.norm() if index < 2 else (of_gradients or tolerance) * max(truth.norm(), scale)
-            assert (mine - truth).norm() <= limit
 
 
 @st.composite

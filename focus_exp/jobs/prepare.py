@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
@@ -29,6 +30,7 @@ from focus_exp.results.run_dir import run_folder
 from focus_exp.speed.model import model_shape
 from focus_exp.storage import file_lock
 from focus_exp.training.distributed import is_main, place_base
+from focus_exp.training.precision import Precision
 
 SCORES_FORMAT = 2  # 1 paired perplexity@N by the name of the text
 
@@ -101,7 +103,7 @@ def prepare(run: Run) -> Setup:
     sequences = SequenceDataset(held_out, config.eval.seq_len, bos=find_bos(tokenizer), cross_documents=False)
     for warning in sequences.length_warnings("eval.seq_len"):
         run.warn(warning)
-    check_backend(model, config.attention.backend)
+    check_backend(model, config.attention.backend, run.precision)
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # checked before the hours of training
         read_adapter(model, adapter, check_base=config.check_base)
@@ -174,8 +176,12 @@ def train_base(config: Config) -> ModelConfig:
     return replace(config.model, path=str(folder / "model"))
 
 
-def check_backend(model: PreTrainedModel, backend: str) -> None:
+def check_backend(model: PreTrainedModel, backend: str, precision: Precision) -> None:
     """Raise UserError if the requested kernel does not support this model on this device."""
-    requirements = KernelRequirements(model.device.type, model.dtype, model_shape(model).head_dim)
-    if backend in KERNELS and (reason := KERNELS[backend].unsupported_reason(requirements)):
+    dtype = torch.bfloat16 if precision.autocast else model.dtype
+    requirements = KernelRequirements(model.device.type, dtype, model_shape(model).head_dim)
+    reason = KERNELS[backend].unsupported_reason(requirements) if backend in KERNELS else None
+    if backend == "flash" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        reason = "takes no softcap"
+    if reason:
         raise UserError(f"attention.backend must be supported here (got {backend}, which {reason}). Type auto.")

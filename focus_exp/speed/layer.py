@@ -95,12 +95,13 @@ class BenchmarkCase:
         return self.attend(tensors, self.selection)
 
     def run_step(self, tensors: Tensors) -> None:
-        """Run forward and backward to q, k, v and the assignment."""
+        """Run forward and backward to q, k, v and, where the kernel trains a router, the assignment."""
         self.method.route(tensors.hidden, self.sequence)
         assert self.selection.assignment is not None
-        assignment = self.selection.assignment.detach().requires_grad_()
+        assignment = self.selection.assignment.detach().requires_grad_(self.kernel.trains_router)
         out = self.attend(tensors, replace(self.selection, assignment=assignment))
-        torch.autograd.grad(out, (tensors.q, tensors.k, tensors.v, assignment), torch.ones_like(out))
+        leaves = (x for x in (tensors.q, tensors.k, tensors.v, assignment) if x.requires_grad)
+        torch.autograd.grad(out, tuple(leaves), torch.ones_like(out))
 
     def attend(self, tensors: Tensors, selection: Selection) -> Tensor:
         return self.method.attend(tensors.q, tensors.k, tensors.v, selection, self.sequence, self.layer.args)

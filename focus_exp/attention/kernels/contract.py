@@ -72,6 +72,8 @@ class Backend(ABC):
     place: str  # where it runs, in words
     dtypes: tuple[torch.dtype, ...]
     takes_reach = False  # serves sliding layers of the base model
+    is_automatic = True  # may be chosen by backend=auto
+    trains_router = True  # gives hard routing's straight-through gradient
 
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
         """Return why it does not serve, as words after its name; None where it serves."""
