@@ -151,7 +151,7 @@ def check_places(config: Config) -> Iterator[str]:
     if data.source == "hub" and not data.hub_id:
         yield f"data.hub_id must be set with data={data.name}. Type data.hub_id=<owner/name>."
     weights = model.path or model.hub_id
-    if not weights or config.recipe.from_scratch or config.job == "plan":
+    if not weights or config.recipe.from_scratch:
         return
     known = [{}, *(values.get("architecture", {}) for values in shipped("model").values())]
     changed = [{key for key, value in model.architecture.items() if value != other.get(key)} for other in known]

@@ -340,6 +340,12 @@ class Config:
         return isinstance(self.attention, FocusConfig | DualConfig)
 
     @property
+    def scored_top_ks(self) -> list[int]:
+        """Return top_k of every hard routing that is scored."""
+        wanted, own = self.eval.top_k, self.focus.top_k
+        return [k for k in range(1, self.focus.groups + 1) if not wanted or k in (*wanted, own)]
+
+    @property
     def answer_distance(self) -> int:
         """Return the distance [tokens] that answers of the long-range suite lie beyond."""
         return self.eval.long_range_distance or self.attention.window

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from builders import make_config
+from builders import CONF, make_config
+from hydra import initialize_config_dir
 from running import fitting, run, succeed
 
+from focus_exp.config import TuneConfig
 from focus_exp.jobs import plan
 from focus_exp.jobs.plan import GIB, GPUS, measure, plan_on, plan_run
 
@@ -57,7 +59,8 @@ def test_plan_fsdp_shards_a_trained_base():
     single, few, many = (plan_on("run", config, sizes, *layout) for layout in (("single", 1), ("fsdp", 2), ("fsdp", 8)))
     assert many.optimizer == single.optimizer / 8
     assert many.held < few.held < single.held
-    assert many.hours == pytest.approx(single.hours / 8)
+    assert many.hours["phases"] == pytest.approx(single.hours["phases"] / 8)
+    assert many.hours["evaluation"] == single.hours["evaluation"]  # process 0 evaluates
 
 
 def test_plan_takes_the_fewest_gpus_that_fit(monkeypatch):
@@ -67,6 +70,68 @@ def test_plan_takes_the_fewest_gpus_that_fit(monkeypatch):
     item = plan_run("run", config)
     assert item.strategy == "fsdp" and item.gpus > 1
     assert plan_on("run", config, measure(config), "fsdp", item.gpus // 2).held > 0.8 * held
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("model=llama2_70b", "trainer.accumulate=1"), "trainer.batch_size"),
+        (("model=llama2_70b", "eval.fit_variants=[shared/two_encoders]"), "eval.fit_variants"),
+        (("model=llama2_70b", "attention=focus_dual"), "attention.calibration_sequences"),
+        (("trainer.devices=2", "attention.balance_loss=0.1"), "attention.balance_loss"),
+        (("trainer.devices=2", "trainer.strategy=single"), "trainer.devices"),
+        (("recipe=finetune", "model.quantization=nf4"), "model.quantization"),
+        (("attention.backend=cpu",), "attention.backend"),
+        (("eval.fit_variants=[compare/window]",), "eval.fit_variants"),
+    ],
+)
+def test_plan_refuses_what_the_run_refuses(overrides, key):
+    result = run("job=plan", "model=gpt2_124m", "trainer.batch_size=1", "trainer.accumulate=8", *overrides)
+    assert result.code == 2 and key in result.err
+
+
+def test_plan_refuses_another_architecture_of_pretrained_weights():
+    changed = ("model=gpt2_124m", "model.architecture.n_layer=10")
+    assert run("job=plan", *changed).code == run(*changed).code == 2
+    succeed("job=plan", *changed, "model.hub_id=null")
+
+
+def plan_fitted(*overrides):
+    config = planned("model=tiny_llama", "eval.fit_variants=[shared/two_encoders]", *overrides)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return plan_run("run", config)
+
+
+def test_plan_counts_every_stage():
+    tuned = ("recipe.tune.factors=[1,3]", "recipe.tune.sequences=4", "eval.controls=false", "eval.top_k=[1]")
+    config = planned("model=tiny_llama", "recipe.steps=50", "eval.max_sequences=10", *tuned)
+    plain = plan_run("run", replace(config, recipe=replace(config.recipe, tune=TuneConfig())))
+    item, stages = plan_run("run", config), plain.hours
+    evaluated = 64 * 10 * 3 * sum(plan.forward_flops(measure(config), 64))  # base, soft and hard routing
+    assert stages["evaluation"] * plan.hourly_flops(config) == pytest.approx(evaluated)
+    assert plain.per_million == pytest.approx(stages["evaluation"] * 1e6 / (64 * 10))
+    one = stages["fits"] + stages["phases"] + 0.4 * stages["evaluation"]
+    assert stages["trials"] == 0 and item.hours == stages | {"trials": pytest.approx(2 * one)}
+    assert plan_run("run", planned("model=tiny_llama", "attention.warm_start_sequences=0")).warm_start == 0
+    fitted = plan_fitted(*tuned[2:])
+    assert fitted.hours["fits"] > stages["fits"] and fitted.per_million == pytest.approx(plain.per_million * 4 / 3)
+
+
+def test_plan_names_what_its_hours_leave_out():
+    known, unknown = ("eval.max_sequences=4", "eval.tasks=[]"), ("eval.max_sequences=null", "eval.tasks=[perplexity@8]")
+    assert plan_run("run", planned("model=tiny_llama", *known)).without == []
+    missing = plan_fitted(*unknown).without
+    assert [next(key for key in ("max_sequences", "tasks", "layers") if key in part) for part in missing] == [
+        *("max_sequences", "tasks", "layers")
+    ]
+    assert "perplexity@8" in succeed("+experiment=retrofit_124m", *TINY, *unknown[1:]).out
+
+
+def test_plan_memory_of_the_warm_start_counts():
+    config = planned("model=mistral_7b", "attention.warm_start_sequences=100")
+    item = plan_run("run", config)
+    assert item.warm_start == 2 * 100 * 32 * 1024 * (4096 + 1024)
+    assert item.held == item.weights + item.warm_start
 
 
 def test_plan_job_that_does_not_fit_exits_with_2(monkeypatch):

@@ -338,10 +338,9 @@ class PerplexityEvaluator:
 
     def hard_top_ks(self) -> list[int]:
         """Return top_k of every hard routing that is scored."""
-        attention, wanted = self.config.focus, self.config.eval.top_k
-        top_ks = [k for k in range(1, attention.groups + 1) if not wanted or k in (*wanted, attention.top_k)]
-        if skipped := sorted({*wanted} - {*top_ks}):
-            log.info("eval.top_k: not measured: %s with attention.groups=%d", skipped, attention.groups)
+        top_ks = self.config.scored_top_ks
+        if skipped := sorted({*self.config.eval.top_k} - {*top_ks}):
+            log.info("eval.top_k: not measured: %s with attention.groups=%d", skipped, self.config.focus.groups)
         return top_ks
 
     def measure_soft(self, phase: str | None = None) -> None:

@@ -37,6 +37,23 @@ TIMED_STEPS = (4, 64)  # steps of a layer-wise fit: the difference leaves out wh
 PASSES = 2
 
 
+def count_scored(config: Config, fit_variants: int, causal: bool) -> tuple[int, float]:
+    """Count the passes over the held-out sequences without and with the method, each sequence once in a row.
+
+    Args:
+        fit_variants: still to be scored.
+        causal: whether the method is; others are scored as their causal counterpart too.
+    """
+    base = 1 + (config.recipe.trains("lora") or config.recipe.trains("all"))
+    if config.attention.method == "full":
+        return base, 0.0
+    attached = 1.0 + len(config.eval.adapters) + fit_variants
+    if config.has_router:  # soft routing, hard ones, controls, counterparts, and both routings after earlier phases
+        attached += len(config.scored_top_ks) + 3 * config.eval.controls + 2 * max(0, len(config.phases) - 1)
+        attached += 2 * (not causal and config.focus.balance_sequences > 0)
+    return base, attached
+
+
 @dataclass
 class CostEstimator:
     """Time one pass of each kind and add up those of a run.
@@ -90,12 +107,10 @@ class CostEstimator:
         size, indices = config.eval.batch_size, evaluator.indices
         one = partial(score, model, evaluator.blocks, indices[:size], size, self.precision, "estimating the time")
         batches = math.ceil(len(indices) / size)
+        base, attached = count_scored(config, len(self.variants), is_causal(model))
         with full_attention(model):
-            self.add("scoring", (1 + (config.recipe.trains("lora") or config.recipe.trains("all"))) * batches, one)
-        attached = float(config.attention.method != "full") * (1 + len(evaluator.adapters) + len(self.variants))
-        if config.has_router:  # soft routing, hard ones, controls, counterparts, and both routings after earlier phases
-            attached += len(evaluator.hard_top_ks()) + 3 * config.eval.controls + 2 * max(0, len(config.phases) - 1)
-            attached += 2 * (not is_causal(model) and config.focus.balance_sequences > 0)
+            self.add("scoring", base * batches, one)
+        if config.has_router:
             # two controls are matched again in each round
             repeated = [*accumulate(map(len, evaluator.rounds))][:-1] if evaluator.is_base_frozen else []
             attached += 2 * config.eval.controls * sum(repeated) / len(indices)
