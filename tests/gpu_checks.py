@@ -24,6 +24,7 @@ class Case:
     Attributes:
         per_head: key/value heads have groups of their own, and queries read more groups than keys are in.
         spans: partial results have room for the least number of tokens.
+        kernel: by name; flash has no gradients of gates and of the base model's sinks.
     """
 
     top_k: int = 1
@@ -36,6 +37,7 @@ class Case:
     length: int = 333
     per_head: bool = False
     spans: bool = False
+    kernel: str = "triton"
 
     def errors(self, device: str = "cuda") -> dict[str, float]:
         """Return relative errors of the output and of gradients that are above the tolerance."""
@@ -59,16 +61,20 @@ class Case:
         leaves = [(x.double() if exact else x).to(device).requires_grad_() for x in leaves]
         moved = {name: x.to(device) for name, x in vars(sequence).items() if isinstance(x, Tensor)}
         selection, sequence = select(leaves[3], self.top_k, self.rule), replace(sequence, **moved)
-        if self.per_head:
+        if self.per_head and self.kernel == "triton":
             assert selection.query_groups is not None
             per_key = 1 if selection.max_groups is None else selection.max_groups[1]
             selection = Selection(
                 leaves[3], selection.query_groups | more.to(device), selection.key_groups, max_groups=(GROUPS, per_key)
             )
-        args = AttentionArgs(self.size**-0.5, self.softcap, sink_logits=leaves[4], window=37, sinks=3, ste_slope=5.0)
+        args = AttentionArgs(self.size**-0.5, self.softcap, window=37, sinks=3)
+        if KERNELS[self.kernel].trains_router:
+            args = replace(args, sink_logits=leaves[4], ste_slope=5.0)
+        else:
+            leaves = leaves[:3]
         room, gpu_sparse.PARTIAL_BYTES = gpu_sparse.PARTIAL_BYTES, 1 if self.spans else gpu_sparse.PARTIAL_BYTES
         try:
-            attention = reference_attention if exact else KERNELS["triton"].attention
+            attention = reference_attention if exact else KERNELS[self.kernel].attention
             out = attention(*leaves[:3], selection, sequence, args)
             if sequence.valid is not None:
                 out = out * sequence.valid[:, None, :, None]
@@ -76,7 +82,8 @@ class Case:
             gradients = torch.autograd.grad((out * weights).sum(), leaves)
         finally:
             gpu_sparse.PARTIAL_BYTES = room
-        return {n: x.double() for n, x in zip(("out", "q", "k", "v", "gate", "sinks"), (out, *gradients), strict=True)}
+        names = ("out", "q", "k", "v", "gate", "sinks")[: 1 + len(leaves)]
+        return {name: x.double() for name, x in zip(names, (out, *gradients), strict=True)}
 
 
 RULES = ((1, "query_topk"), (2, "query_topk"), (2, "share"))
@@ -87,4 +94,8 @@ CASES = [
     *(Case(2, "share", dtype=dtype, size=size) for dtype, size in
       product((torch.float16, torch.float32), (64, 256))),
     *(Case(*rule, padding=padding, per_head=True, spans=True) for rule, padding in product(RULES, ("plain", "left"))),
+    *(Case(*rule, kind, padding, per_head=kind == "spread", kernel="flash") for rule, kind, padding in
+      product(RULES[:2], ("spread", "giant", "empty", "tied"), ("plain", "left", "right"))),
+    *(Case(size=size, dtype=dtype, kernel="flash") for size, dtype in
+      product((20, 80, 128, 240), (torch.bfloat16, torch.float16))),
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Check and time the kernels on a CUDA device, with torch and triton alone: python tests/gpu_clock.py [--out FOLDER].
 
 Ends in runs/gpu/gpu.json and speed_gpu.md. --tiny runs everything at toy sizes, without a device under
-TRITON_INTERPRET=1.
+TRITON_INTERPRET=1. --flash FA3 or FA4 has torch run that FlashAttention, whose package must be installed, in place of
+its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.attention as torch_attention
 import triton
 from gpu_checks import CASES, Case
 
@@ -45,8 +47,12 @@ LAYERS = {
 }  # fmt: skip
 TINY_LAYER = {"tiny": Shape(32, 2, 1, 16)}
 PUBLISHED, DUAL, GATE = "published form", "two encoders", "key gate"
-FORMS = [(DUAL, 32), (DUAL, 16), (DUAL, 8), (GATE, 1), (PUBLISHED, 8)]
-LENGTHS = {length * KILO: FORMS for length in (1, 2, 4, 8, 16, 64, 256)} | {1024 * KILO: [(DUAL, 8), (PUBLISHED, 32)]}
+Form = tuple[str, int, str]  # form, K, kernel
+PAPER: list[Form] = [(PUBLISHED, groups, kernel) for kernel in ("flash", "triton") for groups in (4, 8)]  # table 6
+FORMS: list[Form] = [*((DUAL, groups, "triton") for groups in (32, 16, 8)), (GATE, 1, "triton"), *PAPER]
+LENGTHS = {length * KILO: FORMS for length in (1, 2, 4, 8, 16, 64, 256)} | {
+    32 * KILO: PAPER, 1024 * KILO: [(DUAL, 8, "triton"), *PAPER]
+}  # fmt: skip
 SMALLEST_ALONE_FROM = 1024 * KILO  # tokens from which the first layer alone is timed
 STEP_AT = 16 * KILO  # tokens
 LAUNCHED_FROM = 16 * KILO  # tokens from which a launch is nothing to the time of full attention
@@ -57,10 +63,11 @@ SHOWN = (
 TABLE_NOTES = """
 One attention layer with a window of 128 and 4 sinks, bf16, one sequence, routing included, in turn with full attention
 by the fastest of torch's kernels. Encoders, gates and hidden states are random; two encoders and the key gate keep a
-fifth of the distant pairs, the published form 1/K. times faster: as called from Python on an idle GPU; as graphs: both
-captured in a CUDA graph, or, where full attention was not captured, from 16,384 tokens on against its time as called.
-step: forward and backward of attention. bound by pairs: all pairs over kept pairs, which no kernel can exceed. Rows of
-commits 1afbcd6 and de03699 are of earlier kernels, with balanced groups (torch-flash: by torch's FlashAttention 2).
+fifth of the distant pairs, the published form 1/K. flash: by two of torch's FlashAttention calls. times faster: as
+called from Python on an idle GPU; as graphs: both captured in a CUDA graph, or, where full attention was not captured,
+from 16,384 tokens on against its time as called. step: forward and backward of attention. bound by pairs: all pairs
+over kept pairs, which no kernel can exceed. Rows of commits 1afbcd6 and de03699 are of earlier kernels, with balanced
+groups (torch-flash: groups by torch's FlashAttention 2, the window by a Triton kernel).
 """
 REPEATS = 5
 SECONDS = 540  # after which nothing more is begun
@@ -75,7 +82,7 @@ class Contender:
     k: int | None
 
     @staticmethod
-    def build(form: str, groups: int, shape: Shape, tensors: Tensors) -> Contender:
+    def build(form: str, groups: int, kernel: str, shape: Shape, tensors: Tensors) -> Contender:
         device = tensors.hidden.device
         layer = LayerShape(shape.width, shape.heads, shape.head_dim, 0, shape.kv_heads)
         torch.manual_seed(groups)
@@ -97,9 +104,9 @@ class Contender:
                 scores = method.logits(sample, torch.arange(CALIBRATION, device=device)[None])[0]
                 limits = torch.quantile(scores[0].flatten(1), 1 - KEPT, dim=1)
                 method.thresholds.copy_(limits[:, None].expand_as(method.thresholds))
-        method.backend, method.sparse_from = "triton", 0
-        # on a CPU the kernels refuse by their own rule, and the interpreter runs them all the same
-        method.select_kernels = lambda *_: [KERNELS["triton"]]  # type: ignore[method-assign]
+        method.backend, method.sparse_from = kernel, 0
+        # on a CPU those of Triton refuse by their own rule, and the interpreter runs them all the same
+        method.select_kernels = lambda *_: [KERNELS[kernel]]  # type: ignore[method-assign]
         return Contender(method, tensors, 1 if form == PUBLISHED else None)
 
     @property
@@ -128,7 +135,8 @@ class Clock:
         self.until = time.monotonic() + SECONDS
         self.skipped: list[str] = []
         self.layers = TINY_LAYER if tiny else LAYERS
-        self.lengths = {48: [(PUBLISHED, 2), (DUAL, 4), (GATE, 1)]} if tiny else LENGTHS
+        tiny_forms: list[Form] = [(PUBLISHED, 2, "triton"), (DUAL, 4, "triton"), (GATE, 1, "triton")]
+        self.lengths = {48: [*tiny_forms, (PUBLISHED, 2, "flash")]} if tiny else dict(sorted(LENGTHS.items()))
 
     def skip(self, reason: str) -> None:
         print(f"skipped: {reason}", flush=True)
@@ -136,8 +144,9 @@ class Clock:
 
     def checks(self) -> dict[str, Any]:
         """Compare with the reference; meanwhile compile what is timed, which takes longest."""
-        cases = [Case(dtype=torch.float16, length=20, size=16)] if self.tiny else CASES
-        forms = [] if self.tiny else [(name, *form) for name in LAYERS for form in FORMS]
+        small = [Case(dtype=torch.float16, length=20, size=16, kernel=kernel) for kernel in ("triton", "flash")]
+        cases = small if self.tiny else CASES
+        forms = [] if self.tiny else [(name, *form) for name in LAYERS for form in FORMS if form[2] == "triton"]
         wrong: dict[str, Any] = {}
         pool: Executor = ThreadPoolExecutor(1) if self.tiny else ProcessPoolExecutor(15, get_context("spawn"))
         with pool:
@@ -161,20 +170,20 @@ class Clock:
                     continue
                 try:
                     yield from self.measure(name, shape, length, forms)
-                    if self.tiny or length == STEP_AT:
-                        yield self.measure_step(name, shape, length, *forms[-1])
+                    for form in forms if self.tiny or length == STEP_AT else []:
+                        if form[:2] == forms[-1][:2]:
+                            yield self.measure_step(name, shape, length, *form)
                 except RuntimeError as error:
                     self.skip(f"{name} at {length:,} tokens: {str(error).splitlines()[0]}")
 
     @torch.no_grad()
-    def measure(self, name: str, shape: Shape, length: int, forms: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    def measure(self, name: str, shape: Shape, length: int, forms: list[Form]) -> Iterator[dict[str, Any]]:
         """Time full attention by each of its kernels and every form: as called, and captured in a graph."""
         tensors = Tensors.random(shape, length, self.dtype, self.device)
         every = full_attention_kernels(tensors)
         is_gpu, is_long = self.device.type == "cuda", length > 64 * KILO
-        kernels = [name for name in every if name.startswith("sdpa-cudnn" if is_long else "sdpa")] if is_gpu else every
         works: dict[str, Work] = {}
-        for kernel in kernels:
+        for kernel in every:
             if kernel == "sdpa-efficient":
                 continue
             with suppress(RuntimeError):  # it does not take these tensors
@@ -182,41 +191,45 @@ class Clock:
                 works[f"full {kernel}"] = every[kernel]
         contenders = {form: Contender.build(*form, shape, tensors) for form in forms}
         works |= {str(form): contender.run for form, contender in contenders.items()}
-        if is_gpu:
-            works |= {f"{label} captured": capture(work) for label, work in works.items()}
+        for label, work in list(works.items()) if is_gpu else []:
+            if is_long and label.endswith("'flash')"):  # a graph keeps what its work allocates
+                continue
+            with suppress(RuntimeError):  # something in it waits for the device
+                works[f"{label} captured"] = capture(work)
         repeats = 1 if length > 256 * KILO or self.tiny else 2 if is_long else REPEATS
         seconds = time_in_turns(works, repeats, self.device)
         full = {label: s for label, s in seconds.items() if label.startswith("full")}
         best = min((label for label in full if not label.endswith("captured")), key=lambda label: full[label])
         captured_full = min((s for label, s in full.items() if label.endswith("captured")), default=None)
         sequence = Sequence.plain(1, length, self.device)
-        for (form, groups), contender in contenders.items():
-            label = str((form, groups))
+        for (form, groups, kernel), contender in contenders.items():
+            label = str((form, groups, kernel))
             counts = contender.method.count_pairs(contender.method.route(tensors.hidden, sequence), sequence)
             row = {
-                "layer": name, "tokens": length, "form": form, "K": groups, "k": contender.k, "kernel": "triton",
+                "layer": name, "tokens": length, "form": form, "K": groups, "k": contender.k, "kernel": kernel,
                 "full kernel": best.removeprefix("full "), "full [s]": seconds[best],
                 "full captured [s]": captured_full, "full by kernel [s]": full, "focus [s]": seconds[label],
                 "captured [s]": seconds.get(f"{label} captured"), "ratio": seconds[best] / seconds[label],
                 "bound by pairs": 1 / counts.density,
             }  # fmt: skip
-            if captured_full:
-                row["captured ratio"] = captured_full / seconds[f"{label} captured"]
+            if captured_full and row["captured [s]"]:
+                row["captured ratio"] = captured_full / row["captured [s]"]
             print("measured:", json.dumps(row), flush=True)
             yield row
 
-    def measure_step(self, name: str, shape: Shape, length: int, form: str, groups: int) -> dict[str, Any]:
+    def measure_step(self, name: str, shape: Shape, length: int, form: str, groups: int, kernel: str) -> dict[str, Any]:
         """Time forward and backward of attention."""
         tensors = Tensors.random(shape, length, self.dtype, self.device).with_grad()
-        kernel, full = full_attention(tensors, self.device)
-        contender, sequence = Contender.build(form, groups, shape, tensors), Sequence.plain(1, length, self.device)
+        full_kernel, full = full_attention(tensors, self.device)
+        sequence = Sequence.plain(1, length, self.device)
+        contender = Contender.build(form, groups, kernel, shape, tensors)
         with torch.no_grad():
             selection = contender.method.route(tensors.hidden, sequence)
         works = {"full": partial(run_full_step, full, tensors), "focus": partial(contender.step, selection, sequence)}
         seconds = time_in_turns(works, 1 if self.tiny else REPEATS, self.device)
         row = {
-            "layer": name, "tokens": length, "form": form, "K": groups, "k": contender.k, "kernel": "triton, step",
-            "full kernel": kernel, "full [s]": seconds["full"], "focus [s]": seconds["focus"],
+            "layer": name, "tokens": length, "form": form, "K": groups, "k": contender.k, "kernel": f"{kernel}, step",
+            "full kernel": full_kernel, "full [s]": seconds["full"], "focus [s]": seconds["focus"],
             "ratio": seconds["full"] / seconds["focus"],
         }  # fmt: skip
         print("measured:", json.dumps(row), flush=True)
@@ -224,10 +237,10 @@ class Clock:
 
 
 @torch.no_grad()
-def compile_form(layer: str, form: str, groups: int) -> None:
+def compile_form(layer: str, form: str, groups: int, kernel: str) -> None:
     """Compile what is timed into Triton's cache, in a process of its own."""
     tensors = Tensors.random(LAYERS[layer], CALIBRATION, torch.bfloat16, torch.device("cuda"))
-    Contender.build(form, groups, LAYERS[layer], tensors).run()
+    Contender.build(form, groups, kernel, LAYERS[layer], tensors).run()
 
 
 def capture(work: Work) -> Work:
@@ -273,12 +286,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--flash", choices=("FA3", "FA4"))
     parser.add_argument("--table", type=Path, help="only write speed_gpu.md of the records in this folder")
     options = parser.parse_args()
     if options.table:
         records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.table.glob("*.json"))]
         (options.table / "speed_gpu.md").write_text(table(records), encoding="utf-8")
         return
+    if options.flash:
+        torch_attention.activate_flash_attention_impl(options.flash)
     clock = Clock(options.tiny)
     if clock.device.type == "cpu" and not options.tiny:
         sys.exit("torch sees no CUDA device; --tiny runs everything at toy sizes without one")
@@ -288,6 +304,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "commit": os.environ.get("FOCUS_EXP_COMMIT") or commit(), "device": device_name(clock.device),
         "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
+        "flash": options.flash or "FA2",
         "checks": clock.checks(), "rows": [],
     }  # fmt: skip
     for row in clock.rows():

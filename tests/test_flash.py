@@ -186,7 +186,7 @@ REFUSED = {
     "softcap": ({"softcap": 30.0}, {}, {}),
     "sink logits": ({"sink_logits": torch.zeros(2)}, {}, {}),
     "sequence": ({}, {"allowed": torch.ones(1, 1, 9, 9).bool()}, {}),
-    "method": ({}, {}, {"key_assignment": torch.ones(1, 9, 5)}),
+    "method": ({}, {}, {"is_nested": False}),
 }
 
 

@@ -19,10 +19,12 @@ def test_the_script_needs_torch_and_triton_alone_and_ends_in_a_record(tmp_path):
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "gpu.json").read_text())
-    assert record["checks"] == {"right": 1, "wrong": {}} and record["device"].startswith("cpu")
-    forms = [("published form", 2), ("two encoders", 4), ("key gate", 1), ("key gate", 1)]
-    assert [(row["form"], row["K"]) for row in record["rows"]] == forms
-    assert all(row["bound by pairs"] >= 1 and row["ratio"] > 0 for row in record["rows"][:3])
+    assert record["checks"] == {"right": 2, "wrong": {}} and record["device"].startswith("cpu")
+    forms = [("published form", 2, "triton"), ("two encoders", 4, "triton"), ("key gate", 1, "triton")]
+    steps = [("published form", 2, f"{kernel}, step") for kernel in ("triton", "flash")]
+    found = [(row["form"], row["K"], row["kernel"]) for row in record["rows"]]
+    assert found == [*forms, ("published form", 2, "flash"), *steps]
+    assert all(row["bound by pairs"] >= 1 and row["ratio"] > 0 for row in record["rows"][:4])
 
 
 def test_the_committed_table_follows_from_the_records_beside_it(tmp_path):

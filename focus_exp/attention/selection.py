@@ -71,6 +71,7 @@ class Selection:
         is_dense: the memberships prune no pair, whatever the tokens.
         key_assignment: assignment of a token as key, where it differs from the one as query.
         max_groups: upper bounds on a token's groups as query and as key; None for K.
+        is_nested: as query, each token is in exactly `max_groups` groups, among them all of its groups as key.
     """
 
     assignment: Tensor | None = None
@@ -79,6 +80,7 @@ class Selection:
     is_dense: bool = False
     key_assignment: Tensor | None = None
     max_groups: tuple[int, int] | None = None
+    is_nested: bool = False
 
     @property
     def is_soft(self) -> bool:
@@ -221,7 +223,7 @@ def select(assignment: Tensor, top_k: int, pair_rule: str) -> Selection:
     key_groups = query_groups if pair_rule == "share" else first
     max_groups = (top_k, top_k if pair_rule == "share" else 1)
     is_dense = is_dense_rule(assignment.shape[-1], top_k, pair_rule)
-    return Selection(assignment, query_groups, key_groups, is_dense=is_dense, max_groups=max_groups)
+    return Selection(assignment, query_groups, key_groups, is_dense, max_groups=max_groups, is_nested=True)
 
 
 def is_dense_rule(groups: int, top_k: int, pair_rule: str) -> bool:

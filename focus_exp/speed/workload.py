@@ -136,7 +136,13 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
     def flash_attn() -> Tensor:
         package = importlib.import_module("flash_attn")  # of the extra "flash"
         out: Tensor = package.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
-        return out
+        return out.transpose(1, 2)
+
+    def flash_attn_3() -> Tensor:  # of Hopper; some versions also return the logsumexp
+        package = importlib.import_module("flash_attn_interface")
+        out = package.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first.transpose(1, 2)
 
     if q.is_cuda:
         works: dict[str, Work] = {
@@ -144,7 +150,8 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
             "sdpa-cudnn": partial(fused, SDPBackend.CUDNN_ATTENTION),
             "sdpa-efficient": efficient,
         }
-        return works if import_error("flash_attn") else works | {"flash-attn": flash_attn}
+        packages = {"flash-attn": ("flash_attn", flash_attn), "flash-attn-3": ("flash_attn_interface", flash_attn_3)}
+        return works | {name: work for name, (package, work) in packages.items() if not import_error(package)}
     args = AttentionArgs(q.shape[-1] ** -0.5)
     own = {"cpu": partial(cpu_sparse.full_attention, q, k, v, args)} if cpu_sparse.serves_full(q, v) else {}
     return {"sdpa": sdpa, **own}

@@ -64,9 +64,9 @@ class Flash(Backend):
 
 def refused_reason(v: Tensor, k: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs) -> str | None:
     """Return what must be different, as words after the backend's name."""
-    most, is_shared = selection.max_groups or (0, 0), selection.key_assignment is None
+    most = selection.max_groups or (0, 0)
     reasons = {
-        "attention.method focus or random_groups": selection.assignment is None or not is_shared or not most[1],
+        "attention.method focus or random_groups": not selection.is_nested or not most[1],
         f"attention.pair_rule=query_topk where top_k > 1 (got share, {most[0]})": most[1] > 1,
         "attention.train_with=soft (got hard)": args.ste_slope is not None,
         "a base model without softcap": args.softcap is not None,
