@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 from running import attention_of
 from tiny_architectures import tiny_model as architecture
 from tokenizers.processors import TemplateProcessing
+from transformers import GenerationConfig
 
 from focus_exp import assets, attach, disable_method, set_routing
 from focus_exp import config as schema
@@ -74,6 +75,11 @@ TASKS = {
     "words": describe(WORDS, GREEDY, **LIKELY),
     "long": describe(LONG, GREEDY, **LIKELY),
     "wrong_label": describe([*CHOICE, CHOICE[0] | {"answer": 4}], SCORED, **MULTIPLE),
+    "roll": describe(
+        [{"page": "one text of some words"}, {"page": "and another"}],
+        [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+        output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="page",
+    ),
     "write": describe(
         WORDS[:3], [{"metric": "exact_match", **MEAN}], output_type="generate_until", doc_to_text="context",
         doc_to_target="target", generation_kwargs={"until": ["\n\n"], "max_gen_toks": 6},
@@ -272,7 +278,7 @@ def test_perplexity_at_length_is_paired_with_that_of_equal_tokens_by_another_nam
     base = measure(["perplexity@32"]).bases["perplexity@32"]
     renamed = replace(BLOCKS.stream, name="another name of the same tokens")
     evaluator = measure(["perplexity@32"], folder="renamed")
-    evaluator.blocks = SequenceDataset(renamed, 32, bos=BLOCKS.bos, cross_documents=False)
+    evaluator.blocks = SequenceDataset(renamed, 32, prefix=BLOCKS.prefix, cross_documents=False)
     result = evaluator.run_perplexity("perplexity@32", "")
     assert result.change(result.metrics[0], base).value is not None
 
@@ -288,7 +294,7 @@ def test_perplexity_at_length_scores_as_many_tokens(measure):
     assert hard.sparsity == pytest.approx(scores.pairs.sparsity)
     losses = np.nanmean(scores.nll, axis=1)
     assert hard.stderr == pytest.approx(hard.value * losses.std(ddof=1) / 2, rel=1e-4)
-    longer = score_alone(SequenceDataset(BLOCKS.stream, 64, bos=BLOCKS.bos, cross_documents=False), 2)
+    longer = score_alone(SequenceDataset(BLOCKS.stream, 64, prefix=BLOCKS.prefix, cross_documents=False), 2)
     long = find(evaluator, HARD, "perplexity@64", "perplexity")
     assert long.n == long.requests == 2 and long.value == pytest.approx(np.exp(np.nanmean(longer.nll)), rel=1e-5)
     assert long.change.low < long.change.value < long.change.high
@@ -439,6 +445,71 @@ def test_tokenizer_that_appends_eos_does_not_between_prompt_and_answer(tiny_mode
     assert lm._encode_pair("ab", " c") == ([*begin, *b"ab"], [*b" c"])
     assert lm.tok_batch_encode(["ab", "abcd"])[0].tolist()[1] == [*begin, *b"abcd"]
     assert tokenizer("ab")["input_ids"][-1] == tokenizer.eos_token_id
+
+
+FIRST = {"none": "$A", "one": "<s> $A", "two": "<|endoftext|> <s> $A", "one and an end": "<s> $A <|endoftext|>"}
+
+
+@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize("length", [9, 40], ids=["one part", "parts"])
+def test_rolling_likelihood_has_the_first_tokens_once_and_does_not_score_them(tiny_model, kind, length):
+    tokenizer, model, limit = tokenizer_with_bos(FIRST[kind]), tiny_model("llama", vocab_size=300), 16
+    lm = MaskedLM(model, tokenizer, batch_size=4, precision=PRECISION)
+    lm._max_length = limit
+    first = tokenizer("")["input_ids"][: {"none": 0, "two": 2}.get(kind, 1)] or [tokenizer.eos_token_id]
+    tokens, parts = [*b"abcdefghijklmnopqrstuvwxyz0123456789+-*/"][:length], limit - len(first) + 1
+    expected = compute_likelihood(model, first, tokens[:parts])
+    for begin in range(parts, length, parts):  # as lm-eval cuts, with all of the context that fits
+        part = tokens[begin : begin + parts]
+        expected += compute_likelihood(model, tokens[max(begin + len(part) - parts, 1) - 1 : begin], part)
+    request = SimpleNamespace(args=(bytes(tokens).decode(),))
+    assert lm.loglikelihood_rolling([request]) == [pytest.approx(expected, abs=1e-3)]
+    assert lm.loglikelihood([SimpleNamespace(args=("", "abc"))])[0][0] == pytest.approx(
+        compute_likelihood(model, first, [*b"abc"]), abs=1e-4
+    )
+
+
+def test_rolling_task_says_where_it_differs_from_lm_eval(tiny_model):
+    model = tiny_model("llama", vocab_size=300)
+    for tokenizer in (tokenizer_with_bos("$A"), tokenizer_with_bos()):
+        lm = MaskedLM(model, tokenizer, batch_size=1, precision=PRECISION)
+        result = run_task(lm, "roll", load("roll"), label="", shots=None, limit=None)
+        stock = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, prefix_token_id=lm.prefix[0])
+        expected = lm_eval.evaluate(stock, load("roll"), bootstrap_iters=0)["results"]["roll"]["bits_per_byte,none"]
+        is_equal = result.metrics[0].value == pytest.approx(expected, rel=1e-4)
+        assert is_equal is (result.differences == "") is (tokenizer.bos_token_id not in tokenizer("a")["input_ids"])
+    (score, *_) = result.measurements(SimpleNamespace(name=BASE, settings={}, density=lambda x: None), "roll", None)
+    assert "first tokens are given once" in score.settings["differences"]
+
+
+@pytest.mark.parametrize("own", [{"max_new_tokens": 40}, {"num_beams": 3}, {"repetition_penalty": 9.0}], ids=str)
+def test_generation_settings_of_the_base_do_not_change_a_task(tiny_model, own):
+    model = tiny_model("llama")
+    expected = run(model, "write")
+    config = model.generation_config = GenerationConfig(**own)
+    found = run(model, "write")
+    assert [s["filtered_resps"] for s in found.samples] == [s["filtered_resps"] for s in expected.samples]
+    assert model.generation_config is config and expected.differences == ""
+    assert all(name in found.differences for name in own)
+
+
+@pytest.mark.parametrize("eos", [13, [13, 14]])
+def test_generation_ends_at_the_bases_end_tokens(tiny_model, eos, monkeypatch):
+    model, seen = tiny_model("llama"), []
+    monkeypatch.setattr(
+        model, "generate", lambda **options: seen.append(model.generation_config) or options["input_ids"]
+    )
+    model.generation_config = GenerationConfig(eos_token_id=eos, temperature=0.3, do_sample=True)
+    assert run(model, "write").differences == ""  # greedy, whatever the temperature
+    assert all(config.eos_token_id == eos and config.temperature is None for config in seen) and seen
+
+
+def test_lm_eval_leaves_the_tokenizer_alone(tiny_model):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.unk_token = None
+    before = tokenizer.get_vocab(), tokenizer.special_tokens_map
+    MaskedLM(tiny_model("llama"), tokenizer, batch_size=1, precision=PRECISION)
+    assert (tokenizer.get_vocab(), tokenizer.special_tokens_map) == before
 
 
 def as_items(scores: dict[str, float]) -> dict:

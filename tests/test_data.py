@@ -14,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 import focus_exp
 from focus_exp import assets
 from focus_exp.config import DataConfig
 from focus_exp.data import SequenceDataset, TokenStream, corpus, load_corpus, make_loader, texts
 from focus_exp.data.books import EMBEDDED, WORKS, clean
-from focus_exp.data.packing import read_stream, write_stream
+from focus_exp.data.packing import find_prefix, read_stream, write_stream
 from focus_exp.errors import UserError
 from focus_exp.models.random import byte_tokenizer
 
@@ -42,7 +43,7 @@ def test_sequence_dataset_has_each_token_once_in_order_without_tails(lengths, se
     text, edges = seq_len - with_bos, [0, len(stream)] if cross_documents else stream.starts
     spans = [range(begin, begin + (end - begin) // text * text) for begin, end in pairwise(edges)]
     expected = [token for span in spans for token in span]
-    options = {"bos": BOS if with_bos else None, "cross_documents": cross_documents}
+    options = {"prefix": [BOS] * with_bos, "cross_documents": cross_documents}
     if not expected:
         with pytest.raises(UserError, match=f"one sequence of {seq_len} tokens"):
             SequenceDataset(stream, seq_len, **options)
@@ -53,6 +54,32 @@ def test_sequence_dataset_has_each_token_once_in_order_without_tails(lengths, se
     assert torch.cat([item[with_bos:] for item in items]).tolist() == expected
     places = dataset.locate(list(range(len(dataset))))
     assert [stream.starts[int(name)] + offset for name, offset in places] == expected[::text]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("$A", []),
+        ("<s> $A", ["<s>"]),
+        ("<m> <s> $A", ["<m>", "<s>"]),
+        ("$A </s>", []),
+        ("<m> <s> $A </s>", ["<m>", "<s>"]),
+        ("<s> <s> $A", ["<s>", "<s>"]),
+    ],
+)
+def test_find_prefix_has_all_tokens_that_the_tokenizer_puts_first(template, expected):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<m>", "<s>", "</s>"]})
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<m>", "<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    assert tokenizer.convert_ids_to_tokens(find_prefix(tokenizer)) == expected
+
+
+def test_find_prefix_that_cannot_be_told_from_text_is_said(caplog):
+    def tokenizer(text, add_special_tokens=True):
+        return {"input_ids": [7, 8] if add_special_tokens else [5, 6]}
+
+    assert find_prefix(tokenizer) == [] and "no special token" in caplog.text
 
 
 def test_length_warnings_name_short_documents_and_too_few_sequences():

@@ -59,18 +59,21 @@ def score_all(model, blocks, batch_size=4) -> Scores:
     return score(model, blocks, list(range(len(blocks))), batch_size, FLOAT32, "row")
 
 
-@given(with_bos=st.booleans(), batch_size=st.integers(1, 5), seed=SEEDS)
+@given(prefix=st.sampled_from([[], [BOS], [BOS, 7], [9, BOS, 7]]), batch_size=st.integers(1, 5), seed=SEEDS)
 @settings(max_examples=8)
-def test_score_every_token_given_its_sequence_so_far(tiny_llama, with_bos, batch_size, seed):
+def test_score_every_token_given_its_sequence_so_far(tiny_llama, prefix, batch_size, seed):
     stream, length = random_stream([100, 5, 50], seed), LOGIT_ROWS + 8  # float32 logits in two steps
-    blocks = SequenceDataset(stream, length, bos=BOS if with_bos else None, cross_documents=False)
+    blocks = SequenceDataset(stream, length, prefix=prefix, cross_documents=False)
     nll = score_all(tiny_llama, blocks, batch_size).nll
     expected = np.full(nll.shape, np.nan)
     for index, start in enumerate(blocks.starts):
-        tokens = torch.tensor([BOS] * with_bos + stream.tokens[start : start + length - with_bos].tolist())
+        tokens = torch.tensor(prefix + stream.tokens[start : start + length - len(prefix)].tolist())
         with torch.no_grad():
             logits = tiny_llama(tokens[None]).logits[0].double()
-        expected[index, 1:] = F.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+        first = max(len(prefix), 1)  # what a tokenizer puts first is not scored
+        expected[index, 1:] = F.cross_entropy(logits[first - 1 : -1], tokens[first:], reduction="none")
+    nll[:, 0] = np.nan
+    assert nll.shape[1] == length - max(len(prefix), 1) + 1
     np.testing.assert_allclose(nll, expected, rtol=0, atol=1e-5)
     assert nll.dtype == np.float32
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -18,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from focus_exp.errors import UserError
 from focus_exp.progress import ProgressBar
+
+log = logging.getLogger(__name__)
 
 TOKEN_FORMAT = 1
 MAX_UNSCORED = 0.05  # fraction of tokens in short documents that is not reported
@@ -61,11 +64,14 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def find_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that the tokenizer itself puts before plain text."""
+def find_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that the tokenizer itself puts before plain text."""
     plain = list(tokenizer("probe", add_special_tokens=False)["input_ids"])
     full = list(tokenizer("probe")["input_ids"])
-    return full[0] if full[1 : len(plain) + 1] == plain and full[: len(plain)] != plain else None
+    ends = [end for end in range(len(full)) if full[end : end + len(plain)] == plain]
+    if not ends:
+        log.warning("sequences begin with no special token: the tokenizer puts some that cannot be told from its text")
+    return full[: ends[0]] if ends else []
 
 
 def write_stream(
@@ -123,7 +129,7 @@ class SequenceDataset(Dataset):
     An item has input_ids, int64 `[seq_len]`.
 
     Args:
-        bos: token that every sequence starts with, in place of one token of text.
+        prefix: tokens that every sequence starts with, in place of as many tokens of text.
         cross_documents: whether a sequence may span documents.
 
     Raises:
@@ -135,11 +141,12 @@ class SequenceDataset(Dataset):
         stream: TokenStream,
         seq_len: int,
         *,
-        bos: int | None = None,
+        prefix: Iterable[int] = (),
         cross_documents: bool,
     ):
-        self.stream, self.seq_len, self.bos = stream, seq_len, bos
-        self.length = seq_len - (bos is not None)
+        self.stream, self.seq_len, self.prefix = stream, seq_len, [*prefix]
+        self.length = seq_len - len(self.prefix)
+        self.unscored = max(len(self.prefix), 1)  # first tokens of a sequence that are not predicted
         edges = np.asarray([0, len(stream)]) if cross_documents else stream.starts
         starts = [start for begin, end in pairwise(edges) for start in range(begin, end - self.length + 1, self.length)]
         self.starts = np.array(starts, dtype=np.int64)
@@ -195,6 +202,4 @@ class SequenceDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = int(self.starts[index])
         tokens = np.asarray(self.stream.tokens[start : start + self.length], dtype=np.int64)
-        if self.bos is not None:
-            tokens = np.concatenate([[self.bos], tokens])
-        return {"input_ids": torch.from_numpy(tokens)}
+        return {"input_ids": torch.from_numpy(np.concatenate([np.array(self.prefix, np.int64), tokens]))}

@@ -118,7 +118,7 @@ class TaskResult:
 
     samples: items with their `scores`; sequences also have an `offset` in their document and scored `tokens`.
     requests: inputs of the model, whose pairs are counted. group_fractions: tokens in each group [layers][K].
-    key: precision, weights and router that the result depends on.
+    differences: from lm-eval, on purpose. key: precision, weights and router that the result depends on.
     """
 
     metrics: list[Metric]
@@ -130,6 +130,7 @@ class TaskResult:
     version: str = ""
     shots: int | None = None
     source: str = ""
+    differences: str = ""
     seconds: float = 0.0
     key: str = ""
 
@@ -164,6 +165,7 @@ class TaskResult:
             settings = variant.settings | {
                 "task": task, "lm_eval_metric": metric.name, "task_version": self.version or None,
                 "num_fewshot": self.shots, "source": self.source or None, "stderr": metric.stderr,
+                "differences": self.differences or None,
                 "higher_is_better": None if metric.higher_is_better else False,
                 "seq_len": int(task.partition("@")[2]) if is_perplexity(task) else None,
                 "primary_metric": True if metric is primary else None,
@@ -253,7 +255,8 @@ def read_result(folder: Path, key: str) -> TaskResult | None:
     try:
         rest = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         samples = [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").split("\n") if line]
-        if (len(samples), key) != (rest["samples"], rest["key"]):
+        # of earlier versions, without differences, some are of another computation
+        if (len(samples), key) != (rest["samples"], rest["key"]) or "differences" not in rest:
             return None
         return TaskResult(**rest | {"samples": samples, "metrics": [Metric(**metric) for metric in rest["metrics"]]})
     except (OSError, ValueError, KeyError, TypeError):
@@ -394,9 +397,10 @@ class BenchmarkEvaluator:
 
     def run_perplexity(self, task: str, label: str) -> TaskResult:
         """Return the perplexity of sequences; standard error by the delta method."""
-        blocks, indices = self.cut_sequences(int(task.partition("@")[2]))
+        length = int(task.partition("@")[2])
+        blocks, indices = self.cut_sequences(length)
         scores = score(self.model, blocks, indices, 1, self.precision, label)
-        losses, places, tokens = sequence_means(scores.nll), blocks.locate(indices), blocks.seq_len - 1
+        losses, places, tokens = sequence_means(scores.nll), blocks.locate(indices), length - blocks.unscored
         samples = [
             {"document": document, "offset": offset, "tokens": tokens, "filter": NO_FILTER, "scores": {PERPLEXITY: ll}}
             for (document, offset), ll in zip(places, (-losses).tolist(), strict=True)
@@ -421,7 +425,7 @@ class BenchmarkEvaluator:
         longest = count_positions(self.model)
         if longest is not None and length > longest:
             raise TooLong(f"perplexity@<tokens> must be <= {longest}, the positions of the model (got {length})")
-        blocks = SequenceDataset(self.blocks.stream, length, bos=self.blocks.bos, cross_documents=False)
+        blocks = SequenceDataset(self.blocks.stream, length, prefix=self.blocks.prefix, cross_documents=False)
         count = len(blocks)
         if settings.max_sequences is not None:
             count = max(1, settings.max_sequences * settings.seq_len // length)

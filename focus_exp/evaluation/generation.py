@@ -21,7 +21,7 @@ from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.hf_cache import count_keys_and_bytes
-from focus_exp.models.methods import disable_method, set_routing
+from focus_exp.models.methods import disable_method, set_routing, temporary_attributes
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement, hard_variant
 from focus_exp.training.precision import Precision
@@ -123,10 +123,11 @@ class Generation:
         if kind == "hard" and self.config.has_groups:
             set_routing(self.model, hard=True, top_k=top_k, pair_rule=getattr(self.config.attention, "pair_rule", None))
         settings, model = self.config.generate, self.model
-        model.generation_config = GenerationConfig()  # a model's own could penalize repetitions, unrecorded
+        # a model's own could penalize repetitions, unrecorded
+        plain = temporary_attributes([model], generation_config=GenerationConfig())
         start = time.perf_counter()
         try:
-            with disable_method(model) if kind == "base" else nullcontext(), self.precision.context():
+            with plain, disable_method(model) if kind == "base" else nullcontext(), self.precision.context():
                 ids = prompt[None].to(model.device)
                 output: Any = model.generate(  # type: ignore[operator]
                     input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.new_tokens,

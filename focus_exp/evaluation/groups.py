@@ -98,12 +98,12 @@ class GroupAnalysis:
     def __post_init__(self) -> None:
         length = self.blocks.seq_len
         self.indices = self.blocks.select_evenly(-(-self.config.analyze.tokens // length))
-        # the first token of a sequence is not scored
-        self.scored = Losses([(*place, length - 1) for place in self.blocks.locate(self.indices)])
+        scored = length - self.blocks.unscored
+        self.scored = Losses([(*place, scored) for place in self.blocks.locate(self.indices)])
         self.sequences: list[Tensor] = [self.blocks[i]["input_ids"] for i in self.indices]
         self.passages = [read_passage(self.tokenizer, tokens.tolist()) for tokens in self.sequences]
         # what a tokenizer puts before every sequence is not part of the text
-        self.text = slice(0 if self.blocks.bos is None else 1, None)
+        self.text = slice(len(self.blocks.prefix), None)
         self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in self.passages])
         self.labels = self.flatten(self.classes)
         self.routing: FocusConfig | DualConfig = self.config.dual or self.config.focus

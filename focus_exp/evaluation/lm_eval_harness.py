@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -15,31 +16,39 @@ from typing import Any
 
 import datasets
 import torch
-from lm_eval import evaluate
+from lm_eval import __version__, evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import hub_reachable, uses_embedded
 from focus_exp.config import Config
-from focus_exp.data import find_bos
+from focus_exp.data import find_prefix
 from focus_exp.data.embedded_benchmarks import describe_source, load_benchmark
 from focus_exp.data.long_range import TASKS, build_suite, is_long_range, task_config
 from focus_exp.errors import TooLong, UserError, first_line
 from focus_exp.evaluation.benchmarks import Metric, TaskResult
 from focus_exp.evaluation.perplexity import PairCounter
 from focus_exp.models.hf_cache import cache_unsupported_reason
-from focus_exp.models.methods import active_methods, observe_selections, pause_observers
+from focus_exp.models.methods import active_methods, observe_selections, pause_observers, temporary_attributes
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 BOOTSTRAP_SAMPLES = 1000  # for the standard errors of metrics that are not means
 END_OF_TEXT = "<|endoftext|>"
+# settings of generation that a task decides in lm-eval too, that do not change texts, and that matter to sampling alone
+DECIDED = {
+    *("max_length", "eos_token_id", "bos_token_id", "pad_token_id", "use_cache", "cache_implementation"),
+    *("transformers_version", "_from_model_config"),
+}
+SAMPLING = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 
 os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else lm-eval resamples in forks of a process that holds a model
 
@@ -61,20 +70,23 @@ class MaskedLM(HFLM):
     """lm-eval's wrapper of a transformers model, padding masked, pairs counted.
 
     lm-eval pads without an attention mask, so that a router that balances groups over the sequence would count the
-    padding as tokens. Here a score does not depend on the batch, and no request is truncated.
+    padding as tokens. Here a score does not depend on the batch, and no request is truncated. Nor are the tokenizer's
+    first tokens given twice, or the base's settings of generation used (see `explain_differences`).
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, precision: Precision
     ) -> None:
-        first = find_bos(tokenizer)
+        # before a text without context: the tokenizer's own first tokens, or what ends the text before it
+        self.prefix = find_prefix(tokenizer)
+        self.has_prefix = bool(self.prefix)
+        self.prefix = self.prefix or [tokenizer.get_vocab().get(END_OF_TEXT, tokenizer.eos_token_id)]
         super().__init__(
             pretrained=model,
             backend="causal",
-            tokenizer=tokenizer,
+            tokenizer=copy.deepcopy(tokenizer),  # to which lm-eval may add a padding token
             batch_size=batch_size,
-            # before a text without context: the tokenizer's own first token, or what ends the text before it
-            prefix_token_id=tokenizer.get_vocab().get(END_OF_TEXT, tokenizer.eos_token_id) if first is None else first,
+            prefix_token_id=self.prefix[0],
         )
         self.appends_eos = tokenizer("probe")["input_ids"][-1] == tokenizer.eos_token_id
         self.precision = precision
@@ -90,6 +102,8 @@ class MaskedLM(HFLM):
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood, and whether it is greedy."""
+        begins = [self.prefix[0]]  # lm-eval puts one token where there is no context
+        requests = [(text, self.prefix if context == begins else context, rest) for text, context, rest in requests]
         by_input: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
             by_input[tuple(context + continuation)[:-1]].append(index)
@@ -113,6 +127,37 @@ class MaskedLM(HFLM):
         if not all(math.isfinite(total) for total, _ in answers):
             raise RuntimeError("a log-likelihood is not finite")
         return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of whole texts after the first tokens of the tokenizer.
+
+        lm-eval puts these, too, but leaves those that the tokenizer adds behind them, and scores them.
+        """
+        windows = [[*self.cut_windows(*request.args)] for request in requests]
+        answers = iter(self._loglikelihood_tokens([x for some in windows for x in some], disable_tqdm))
+        return [sum(next(answers)[0] for _ in some) for some in windows]
+
+    def cut_windows(self, text: str) -> Iterator[tuple[None, list[int], list[int]]]:
+        """Yield context and continuation of the parts of a text as long as the model allows, as lm-eval does."""
+        tokens, length = self.tok_encode(text, add_special_tokens=False), self.max_length - len(self.prefix) + 1
+        if tokens[: len(self.prefix)] == self.prefix:  # the text has them
+            tokens = tokens[len(self.prefix) :]
+        for pair in get_rolling_token_windows(tokens, self.prefix[0], length, 1):
+            yield None, *make_disjoint_window(pair)
+
+    def explain_differences(self, loaded: TaskDict) -> str:
+        """Explain in which ways scores of a task differ from lm-eval's on purpose; "" where they do not."""
+        kinds = {task.OUTPUT_TYPE for task in loaded["tasks"].values()}
+        reasons = []
+        if "loglikelihood_rolling" in kinds and self.has_prefix:
+            reasons.append("the tokenizer's first tokens are given once and not scored")
+        if "generate_until" in kinds:
+            asked = [task.get_config("generation_kwargs") or {} for task in loaded["tasks"].values()]
+            same = DECIDED if any(options.get("do_sample") for options in asked) else DECIDED | SAMPLING
+            own = self.model.generation_config.to_diff_dict()
+            if ignored := sorted(name for name, value in own.items() if value and name not in same):
+                reasons.append(f"the base's own {', '.join(ignored)} do not change what the task asks for")
+        return f"not as lm-eval {__version__}: {'; '.join(reasons)}" if reasons else ""
 
     def last_logits(self, batch: list[tuple[int, ...]], last: int) -> Tensor:
         """Return the last logits (B, n, V) of inputs, padded on the right."""
@@ -162,7 +207,9 @@ class MaskedLM(HFLM):
         """
         if not options.setdefault("do_sample", False):
             options.pop("temperature", None)
-        with pause_observers(self.model), self.precision.context():
+        settings = GenerationConfig(eos_token_id=self.model.generation_config.eos_token_id)
+        plain = temporary_attributes([self.model], generation_config=settings)
+        with plain, pause_observers(self.model), self.precision.context():
             output: Tensor = self.model.generate(
                 input_ids=context,
                 attention_mask=attention_mask,
@@ -215,6 +262,7 @@ def run_task(
         group_fractions=lm.pairs.group_fractions,
         version=str(results["versions"].get(name, "")),
         shots=results["n-shot"].get(name),
+        differences=lm.explain_differences(loaded),
     )
 
 

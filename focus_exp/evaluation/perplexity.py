@@ -126,7 +126,7 @@ class PairCounter:
 class Scores:
     """Losses of sequences.
 
-    nll: (sequences, T) in nats, NaN for the first token, which nothing predicts. pairs: counted on these sequences.
+    nll: (sequences, scored tokens + 1) in nats; the first entry is of no scored token. pairs: counted on them.
     path: kernels that computed the attention.
     """
 
@@ -171,7 +171,7 @@ def score(
             loss = token_losses(model, tokens)
             if not torch.isfinite(loss[:, 1:]).all():
                 raise RuntimeError("a loss is not finite")
-            losses.append(loss.cpu())
+            losses.append(loss[:, blocks.unscored - 1 :].cpu())
     paths = sorted({m.path for m in active_methods(model).values() if m.path is not None})
     return Scores(torch.cat(losses).numpy(), time.perf_counter() - start, pairs, ", ".join(paths))
 
@@ -265,7 +265,9 @@ class PerplexityEvaluator:
     @property
     def losses(self) -> Losses:
         """Return the losses of the rounds so far under every variant."""
-        units = [(*place, self.blocks.seq_len - 1) for place in self.blocks.locate(sorted(self.scored))]
+        units = [
+            (*place, self.blocks.seq_len - self.blocks.unscored) for place in self.blocks.locate(sorted(self.scored))
+        ]
         return Losses(units, {name: sequence_means(scores.nll) for name, scores in self.scores.items()})
 
     def measure_base(self) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.attention.kernels import KERNELS, KernelRequirements
 from focus_exp.config import Config, ModelConfig
-from focus_exp.data import SPLITS, Corpus, SequenceDataset, TokenStream, find_bos, load_corpus
+from focus_exp.data import SPLITS, Corpus, SequenceDataset, TokenStream, find_prefix, load_corpus
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
@@ -100,14 +100,14 @@ def prepare(run: Run) -> Setup:
     run.save()
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
-    sequences = SequenceDataset(held_out, config.eval.seq_len, bos=find_bos(tokenizer), cross_documents=False)
+    sequences = SequenceDataset(held_out, config.eval.seq_len, prefix=find_prefix(tokenizer), cross_documents=False)
     for warning in sequences.length_warnings("eval.seq_len"):
         run.warn(warning)
     check_backend(model, config.attention.backend, run.precision)
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # checked before the hours of training
         read_adapter(model, adapter, check_base=config.check_base)
-    weights, shared = loaded.provenance.fingerprint, shared_folder(run, held_out, cache)
+    weights, shared = loaded.provenance.fingerprint, shared_folder(run, held_out, sequences.prefix, cache)
     perplexity = PerplexityEvaluator(
         model, sequences, config, run.precision, run.folder / "evaluation", weights, shared / "evaluation"
     )
@@ -125,7 +125,7 @@ def prepare(run: Run) -> Setup:
     return Setup(model, tokenizer, corpus, perplexity, benchmarks)
 
 
-def shared_folder(run: Run, text: TokenStream, cache: Path) -> Path:
+def shared_folder(run: Run, text: TokenStream, prefix: list[int], cache: Path) -> Path:
     """Return where runs share the scores of the same unmodified model on the same text, whatever else they score."""
     config, settings = run.config, run.config.eval
     settings = replace(
@@ -135,7 +135,7 @@ def shared_folder(run: Run, text: TokenStream, cache: Path) -> Path:
     key = [
         SCORES_FORMAT, config.model, run.record.model["fingerprint"], run.record.model.get("tokenizer"), text.digest,
         settings, config.assets, run.precision.name,
-        run.precision.device.type,
+        run.precision.device.type, *([prefix] if len(prefix) > 1 else []),
     ]  # fmt: skip
     return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
@@ -143,8 +143,8 @@ def shared_folder(run: Run, text: TokenStream, cache: Path) -> Path:
 def training_sequences(config: Config, setup: Setup) -> SequenceDataset:
     """Cut the training text into sequences; UserError if model or text is too short for one."""
     check_length(setup.model, "data.seq_len", config.data.seq_len, config.model.name)
-    bos = find_bos(setup.tokenizer)
-    return SequenceDataset(setup.corpus.train, config.data.seq_len, bos=bos, cross_documents=True)
+    prefix = find_prefix(setup.tokenizer)
+    return SequenceDataset(setup.corpus.train, config.data.seq_len, prefix=prefix, cross_documents=True)
 
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:
