@@ -103,14 +103,14 @@ def required_sample(row: Row, effect: float | None = None, comparisons: int = 1)
     }
 
 
-def is_worse(row: Row, comparisons: int = 1) -> bool:
-    """Return whether a score drops significantly after Bonferroni correction."""
+def is_worse(row: Row, comparisons: int = 1, limit: float = 0.0) -> bool:
+    """Return whether a score drops by more than `limit`, significantly after Bonferroni correction."""
     if row.low is None:
         return False
     dof = row.dof or math.inf
     half = student(dof, comparisons) / student(dof) * (row.high - row.low) / 2
     center = (row.low + row.high) / 2
-    return bool(center - half > 0 if row.unit == "nats" else center + half < 0)
+    return bool(center - half > limit if row.unit == "nats" else center + half < -limit)
 
 
 def mean_of(values: Iterable[float], percent: bool = False, perplexity: bool = False) -> float:

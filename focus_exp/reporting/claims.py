@@ -10,15 +10,16 @@ from typing import Any, Literal
 import pandas as pd
 
 from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, required_sample
-from focus_exp.reporting.load import Results, matches, read_yaml, select
+from focus_exp.reporting.load import Results, read_yaml, select
 
 REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = "reproduced", "same direction", "not reproduced"
 INCONCLUSIVE, DIFFERENT_ROUTER, MASK_INACTIVE = "inconclusive", "different router", "mask inactive"
-OUT_OF_SCOPE, NOT_RUN = "out of scope", "not run"
+NON_CAUSAL, OUT_OF_SCOPE, NOT_RUN = "non-causal", "out of scope", "not run"
 VERDICTS: dict[str, str] = read_yaml("tables")["verdicts"]  # in the order of the legend
 INTEGERS = ["seeds", "models", "n_units", "tokens", "steps", "required_units", "required_seeds"]
 SHOWN, REFUTED, OPEN = 1, -1, 0
 TOLERANCE = 0.05  # of a lower limit: relative for a ratio, absolute for a fraction
+REDUCED = 1 / 4  # of the paper's training steps; fewer are a reduced budget
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,22 @@ class Claim:
     arguments: dict[str, Any] = field(default_factory=dict)
     query: str = ""
     pick: Literal["", "steps", "tokens"] = ""
-    matched: dict[str, Any] = field(default_factory=dict)
-    router: Literal["", "own"] = ""
+    own: dict[str, Any] = field(default_factory=dict)
+    steps: int = 4000
     needs: str = ""
 
     def judge(self, rows: list[Row]) -> Judgement:
         """Compare rows aggregated over seeds with the claim."""
-        matched = [row for row in rows if all(matches(getattr(row, key), want) for key, want in self.matched.items())]
-        picked = matched or rows
+        if not rows:
+            return Judgement(OUT_OF_SCOPE if self.needs else NOT_RUN)
         if self.pick:
-            most = max(getattr(row, self.pick) or 0 for row in picked)
-            picked = [row for row in picked if (getattr(row, self.pick) or 0) == most]
-        judgement = COMPARISONS[self.comparison](picked, **self.arguments)
-        return replace(judgement, verdict=DIFFERENT_ROUTER) if self.router or not matched else judgement
+            most = max(getattr(row, self.pick) or 0 for row in rows)
+            rows = [row for row in rows if (getattr(row, self.pick) or 0) == most]
+        return COMPARISONS[self.comparison](rows, **self.arguments)
+
+    def is_reduced(self, judgement: Judgement) -> bool:
+        """Return whether what was compared was trained for under a quarter of the paper's steps."""
+        return any((row.steps or 0) < REDUCED * self.steps for row in judgement.rows)
 
 
 def evaluate_claims(results: Results) -> pd.DataFrame:
@@ -69,6 +73,9 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
 
     Columns:
         value, low, high: what decides, as a difference in nats per token, a ratio or a fraction (`unit`);
+        reduced_budget: trained for under a quarter of the paper's steps;
+        own_value, own_low, own_high, own_verdict, own_reduced_budget: of this project's router, where the claim is
+            about the paper's;
         models: how many the verdict rests on;
         effect, required_units, required_seeds: where the verdict is inconclusive;
         minutes: wall time of the runs behind it; runs: their folders.
@@ -83,12 +90,19 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
 
 def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str, Any], Row]:
     candidates = [row for row in rows if row.experiment in claim.experiments and row.error is None]
-    rows = aggregate_seeds(select(candidates, claim.select, claim.query))
-    judgement = claim.judge(rows) if rows else Judgement(OUT_OF_SCOPE if claim.needs else NOT_RUN)
-    if results.is_quick and judgement.rows:
-        judgement = replace(judgement, verdict=INCONCLUSIVE)
+    paper, own = (
+        aggregate_seeds(select(candidates, cells, claim.query)) if cells else []
+        for cells in (claim.select, claim.own and claim.select | claim.own)
+    )
+    judgement, other = claim.judge(paper), claim.judge(own)
+    if results.is_quick:
+        judgement, other = (replace(j, verdict=INCONCLUSIVE) if j.rows else j for j in (judgement, other))
+    own_cells = {"own_verdict": other.verdict, "own_reduced_budget": claim.is_reduced(other)} if own else {}
+    if own and not paper:
+        judgement = replace(other, verdict=DIFFERENT_ROUTER)
+    rows = paper or own
     row = judgement.row
-    shown = rows if claim.pick or claim.matched else judgement.rows
+    shown = rows if claim.pick else judgement.rows
     runs = list(dict.fromkeys(member.run for aggregated in shown for member in aggregated.members))
     seconds = results.runs.total_seconds.reindex(runs) if runs else None
     required: dict[str, float | None] = {}
@@ -98,6 +112,10 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
         **{name: getattr(claim, name) for name in ("id", "table", "claim", "paper")},
         **{name: getattr(row, name) for name in ("value", "low", "high", "unit")},
         "verdict": judgement.verdict,
+        "reduced_budget": claim.is_reduced(judgement),
+        **{f"own_{name}": getattr(other.row, name) for name in ("value", "low", "high")},
+        **dict.fromkeys(("own_verdict", "own_reduced_budget")),
+        **own_cells,
         "sparsity": row.sparsity if row.density is None else 1 - row.density,
         "seeds": len(row.seeds or ()) or None,
         "models": len({compared.model for compared in judgement.rows}) or None,
@@ -119,8 +137,8 @@ def below(
 ) -> Judgement:
     """Compare differences of losses with a limit: every interval must lie below it.
 
-    A non-causal side has an advantage: it can lose, but cannot support the claim. Rows with an inactive mask are left
-    out. The paper's difference is reproduced if the interval contains it and not twice its effect.
+    A side that alone is non-causal has an advantage: it can lose, but cannot support the claim. Rows with an inactive
+    mask are left out. The paper's difference is reproduced if the interval contains it and not twice its effect.
 
     Args:
         limit: in nats per token; or as the ratio of two perplexities, `limit_ratio`.
@@ -132,11 +150,11 @@ def below(
         most = max(refuted, key=lambda row: (len(row.seeds), row.n_units or 0))
         return Judgement(NOT_REPRODUCED, rows, most)
     unproven = [row for row, side in zip(rows, sides, strict=True) if side != SHOWN]
-    if any(False in (row.causal, row.reference_causal) for row in unproven):
-        return Judgement(OUT_OF_SCOPE, rows, _highest(rows))
     active = [row for row in rows if row.mask_active is not False]
     if not active:
         return Judgement(MASK_INACTIVE, rows, _highest(rows))
+    if any((row.causal is False) != (row.reference_causal is False) for row in unproven):
+        return Judgement(NON_CAUSAL, rows, _highest(rows))
     worst, size = _highest(active), _log_ratio(paper_ratio) if paper_ratio else None
     if any(row in active for row in unproven):
         return Judgement(INCONCLUSIVE, active, worst, effect=limit if size is None else size - limit)
@@ -156,10 +174,11 @@ def _highest(rows: list[Row]) -> Row:
 
 
 def _side(row: Row, limit: float) -> int:
+    is_causal, is_reference_causal = row.causal is not False, row.reference_causal is not False
     if row.high is not None and row.high < limit:
-        return OPEN if row.causal is False else SHOWN
+        return SHOWN if is_causal or not is_reference_causal else OPEN
     if row.low is not None and row.low > limit:
-        return OPEN if row.reference_causal is False else REFUTED
+        return REFUTED if is_reference_causal or not is_causal else OPEN
     return OPEN
 
 
@@ -226,6 +245,25 @@ def drops(rows: list[Row], claimed: bool, effect: float | None = None) -> Judgem
     return Judgement(INCONCLUSIVE, compared, hardest, effect=effect, comparisons=len(compared))
 
 
+def keeps(rows: list[Row], limit: float, by: str, count: int) -> Judgement:
+    """Test whether scores drop by at most `limit` for every value of a column, of which the paper has `count`.
+
+    Rows with an inactive mask are left out. A drop beyond the limit refutes (Bonferroni).
+
+    Args:
+        limit: as a fraction, 0.01 for a point.
+        by: a column of the rows: model, architecture.
+    """
+    active = [row for row in rows if row.mask_active]
+    if not active:
+        return Judgement(MASK_INACTIVE, rows, rows[0])
+    lowest = min(active, key=_low)
+    if lost := [row for row in active if is_worse(row, len(active), limit)]:
+        return Judgement(NOT_REPRODUCED, active, min(lost, key=_high))
+    is_whole = len({getattr(row, by) for row in active}) >= count
+    return Judgement(REPRODUCED if is_whole and _low(lowest) > -limit else INCONCLUSIVE, active, lowest, effect=limit)
+
+
 def _low(row: Row) -> float:
     return float(row.value if row.low is None else row.low)
 
@@ -235,5 +273,5 @@ def _high(row: Row) -> float:
 
 
 COMPARISONS: dict[str, Callable[..., Judgement]] = {
-    "below": below, "at_least": at_least, "collapses": collapses, "drops": drops
+    "below": below, "at_least": at_least, "collapses": collapses, "drops": drops, "keeps": keeps
 }  # fmt: skip

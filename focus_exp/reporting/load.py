@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ import pandas as pd
 import yaml
 
 from focus_exp.reporting.aggregate import Row
-from focus_exp.results.comparison import is_run_of, load_variant, variant_folder
+from focus_exp.results.comparison import compare_variants, is_run_of, load_variant, variant_folder
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
 from focus_exp.results.metrics import METRICS, read_metrics
@@ -31,7 +32,7 @@ OF_RUN = (  # facts of the comparison or single run that its rows have
 )
 OF_VARIANT = (  # facts of the variant's own run
     *("requested_model", "model", "data", "seq_len", "window", "num_groups", "attention", "train_tokens"),
-    *("steps", "model_params", "commit"),
+    *("steps", "model_params", "commit", "lora_rank", "architecture"),
 )
 
 
@@ -79,9 +80,15 @@ class Run:
     def rows(self) -> list[Row]:
         rows, primary = [to_row(m) for m in self.record.measurements], self.record.primary_variant
         parts = (quality_rows(rows, primary), benchmark_rows(rows), probe_rows(rows), speed_rows(rows))
-        made = [row for part in (*parts, group_rows(rows), detail_rows(rows)) for row in part]
+        router = {"causal": self.facts["is_causal"], "name": self.record.method.get("name")}
+        groups = (row.replace(**router) for row in group_rows(rows))
+        made = [row for part in (*parts, groups, detail_rows(rows)) for row in part]
         facts = {name: self.facts[name] for name in OF_VARIANT}
         rows = [row.replace(**facts) for row in made]
+        parameters = trained_parameters(self.record)
+        for row in rows:
+            if row.source == "rows" and row.trainable_params is None:
+                row.trainable_params = parameters
         return [row.replace(train_tokens=int(row.own_tokens)) if row.own_tokens else row for row in rows]
 
 
@@ -94,6 +101,11 @@ def load_results(root: Path, budget: str = "") -> Results:
     folders = sorted(path.parent for path in root.rglob(RECORD))
     runs = {folder: Run(folder, folder.relative_to(root).as_posix()) for folder in folders}
     runs = {folder: run for folder, run in runs.items() if (run.facts["budget"] == QUICK) == (budget == QUICK)}
+    steps = {folder.name.rpartition("-")[2]: run.record.steps for folder, run in runs.items()}
+    for run in runs.values():
+        adapter = Path(run.record.config.get("adapter") or "")
+        if adapter.name == "adapter":  # of a run, whose folder ends with its hash
+            run.facts["steps"] += steps.get(adapter.parent.name.rpartition("-")[2], 0)
     return replace(join_runs([*runs.values()], runs), is_quick=budget == QUICK, root=root)
 
 
@@ -135,9 +147,25 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
         "device_kind": record.device.partition(",")[0], "attention": setting("attention", "method"),
         "num_groups": setting("attention", "groups"), "window": setting("attention", "window"),
         "seq_len": setting("eval", "seq_len"), "is_causal": record.method.get("causal", True),
-        "train_tokens": record.tokens_seen, "steps": record.steps,
+        "train_tokens": record.tokens_seen, "steps": record.steps, "architecture": name_architecture(record),
+        "lora_rank": (setting("recipe", "lora") or {}).get("rank"),
         "seconds": record.wall_seconds, "warnings": "; ".join(record.warnings),
     }  # fmt: skip
+
+
+def name_architecture(record: Record) -> str | None:
+    """Return what the attention of a run's model is called in the paper; None where its configuration is not recorded.
+
+    That of a model which stands in for another one is not recorded.
+    """
+    model, config = record.model, record.setting("model", "architecture") or {}
+    if not config or (model.get("substitution") and Path(model["requested"]).name != model["used"]):
+        return None
+    kind, heads = config["model_type"], config.get("num_attention_heads")
+    heads_kind = "MHA" if config.get("num_key_value_heads", heads) == heads else "GQA"
+    return {"qwen2": "GQA, bias", "olmo2": "MHA, QK norm", "gemma2": "softcap"}.get(
+        kind, heads_kind if kind in ("gpt2", "llama", "mistral") else kind
+    )
 
 
 def to_row(m: Measurement) -> Row:
@@ -327,6 +355,11 @@ def find_variant(folder: Path, variant: VariantRun, others: dict[Path, Run]) -> 
     return run if run and is_run_of(run.record, variant) else None
 
 
+def trained_parameters(record: Record) -> int:
+    """Return the number of parameters that a run trained."""
+    return int(record.method.get("trainable_parameters") or 0) if record.tokens_seen else 0
+
+
 def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
     """Return the rows of a comparison: of the base and of each variant its primary ones."""
     base: list[Row] = []
@@ -334,7 +367,7 @@ def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
     for variant, run in pairs:
         if run is None:
             continue
-        parameters = run.record.method.get("trainable_parameters") or 0 if run.record.tokens_seen else 0
+        parameters = trained_parameters(run.record)
         named = {"variant": variant.name, "variant_setup": setup_key(run.record), "trainable_params": parameters}
         if not base and any(row.kind == "base" and row.source == "rows" for row in run.rows):
             base = [row for row in run.rows if row.kind in ("base", "missing") and row.source in ("rows", "benchmarks")]
@@ -352,6 +385,26 @@ def represents(row: Row, primary: Row) -> bool:
     return row.source in ("phases", "probes")
 
 
+def claimed_changes(run: Run) -> list[Measurement]:
+    """Return the paired changes between variants that claims.yaml compares, from their losses."""
+    pairs = [
+        claim["select"] | replaced
+        for claim in read_yaml("claims")
+        for replaced in (dict[str, Any](), claim.get("own", {}))
+        if run.record.experiment in claim["experiments"] and claim["select"].get("metric") == "nll_change"
+    ]
+    names = [variant.name for variant in run.record.variants]
+    wanted = {
+        (name, other)
+        for pair in pairs
+        for name, other in product(names, names)
+        if "variant" in pair and matches(name, pair["variant"]) and matches(other, pair["reference"])
+    }
+    again = replace(run.record, path=None)
+    compare_variants(again, run.folder, sorted({reference for _, reference in wanted}))
+    return [m for m in again.measurements if (m.variant, m.reference) in wanted]
+
+
 def differences(run: Run, rows: list[Row]) -> list[Row]:
     """Return the paired changes between variants of a comparison, in both directions."""
     levels: dict[tuple[str, str], Row] = {}
@@ -360,7 +413,7 @@ def differences(run: Run, rows: list[Row]) -> list[Row]:
             levels.setdefault((row.variant, row.metric), row)
     made = []
     seen = set()
-    for m in run.record.measurements:
+    for m in [*run.record.measurements, *claimed_changes(run)]:
         ours, other = (levels.get((variant, "perplexity")) for variant in (m.variant, m.reference))
         pair = frozenset((m.variant, m.reference))
         if m.metric != "nll_change" or pair in seen or ours is None or other is None:

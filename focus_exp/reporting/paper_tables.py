@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -102,7 +102,8 @@ class Entry:
     """A row of the paper, one source of its measurements, and the latest run of each seed of a setup.
 
     variant: of a comparison ("base": its full attention); variants: one for each column; cells: of measurements that
-    belong to no variant, $name stands for the paper's own cell; needs: what a CPU without the Hub lacks.
+    belong to no variant, $name stands for the paper's own cell; needs: what a CPU without the Hub lacks; pick: keep the
+    setup with the most training steps.
     """
 
     results: Results
@@ -113,6 +114,7 @@ class Entry:
     variants: dict[str, str] = field(default_factory=dict)
     cells: dict[str, Any] = field(default_factory=dict)
     needs: str = ""
+    pick: Literal["", "steps"] = ""
     runs: tuple[str, ...] = ()
 
     @property
@@ -129,11 +131,13 @@ class Entry:
         if self.names == [BASE]:
             present = {"source": "rows", "kind": BASE}
         setups: dict[Any, dict[int | None, str]] = {}
-        for run, rows in self.results.rows_by_run.items():
+        runs = self.results.rows_by_run.items()
+        for run, rows in sorted(runs, key=lambda item: item[1][0].steps or 0) if self.pick else runs:
             if rows[0].experiment in self.experiments and (rows := self.select(run, present)):
                 setup = tuple(dict.fromkeys((row.setup, row.variant_setup) for row in rows))
                 setups.setdefault(setup, {})[rows[0].seed] = run
-        return [replace(self, runs=tuple(seeds.values())) for seeds in setups.values()]
+        entries = [replace(self, runs=tuple(seeds.values())) for seeds in setups.values()]
+        return entries[-1:] if self.pick else entries
 
     def measurement(self, run: str, column: Column) -> Row | None:
         """Return the measurement in a column, of a task its main metric; None where it has no number."""
@@ -216,6 +220,7 @@ class Entry:
             "causal": all(row.causal is not False for row in last) if last else None,
             "used_model": _distinct(row.model for row in flat or runs),
             "used_data": _distinct(row.data for row in flat or runs),
+            "steps": _distinct(0 if row.kind == BASE else row.steps for row in flat),
             "train_tokens": _distinct(row.train_tokens for row in flat),
             "device": _distinct(run.device_kind for run in runs),
             "seeds": len({run.seed for run in runs}),
@@ -257,8 +262,8 @@ def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
         for paper in paper_rows(name):
             key = key_of(paper, spec.key)
             row = next(row for pattern, row in spec.rows.items() if fnmatchcase(key, pattern))
-            entries = spec.entries(results, paper, row)
-            rows += [setup for entry in entries for setup in entry.setups()] or entries[:1]
+            for entry in spec.entries(results, paper, row):
+                rows += entry.setups() or [entry]
         for extra, row in spec.extra.items():
             paper = {spec.key[0]: f"{extra} (not in the paper)"}
             rows += [setup for entry in spec.entries(results, paper, row) for setup in entry.setups()]

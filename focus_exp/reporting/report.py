@@ -12,7 +12,7 @@ from pandas.testing import assert_frame_equal
 
 from focus_exp.errors import UserError
 from focus_exp.reporting import tables
-from focus_exp.reporting.claims import VERDICTS, evaluate_claims
+from focus_exp.reporting.claims import DIFFERENT_ROUTER, VERDICTS, evaluate_claims
 from focus_exp.reporting.figures import report_figures, save_figures
 from focus_exp.reporting.format import (
     ABSENT,
@@ -33,6 +33,7 @@ from focus_exp.storage import replace_file
 REPORT = "report"
 CONCLUSIONS = "conclusions.md.j2"  # written by hand, next to the records that it is about
 TOLERANCE = 1e-9
+REDUCED_BUDGET = ", reduced budget"  # after a verdict
 
 
 def report_tables(results: Results) -> dict[str, pd.DataFrame]:
@@ -79,8 +80,8 @@ def describe_setup(results: Results) -> str:
 def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     """Return the report as Markdown, at most 300 lines."""
     claims = content["claims"]
-    counts = claims.verdict.value_counts()
-    legend = [f"**{word}** ({counts[word]}): {meaning}." for word, meaning in VERDICTS.items() if word in counts]
+    counts, shown = claims.verdict.value_counts(), {*claims.verdict, *claims.own_verdict}
+    legend = [f"**{word}** ({counts.get(word, 0)}): {text}." for word, text in VERDICTS.items() if word in shown]
     parts = ["# Reproducing Focus (arXiv:2604.03260): report", describe_setup(results)]
     if results.root and (conclusions := results.root / CONCLUSIONS).exists():
         parts.append(render(conclusions, Tables(content, results.root)).strip())
@@ -89,10 +90,13 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
         "## Verdicts",
         to_markdown(verdict_table(claims)).strip(),
         " ".join(legend),
-        "Ours: 95 % CI over documents and seeds. Models: on how many a verdict rests. Sparsity: causal pairs pruned. "
-        "Numbers, required sample sizes and all runs: [claims.csv](claims.csv).",
+        "**reduced budget**: trained for under a quarter of the paper's steps. ‡ non-causal router. Intervals are over "
+        "documents and seeds. Models: on how many a verdict rests. Sparsity: causal pairs pruned. Where a claim is "
+        "about the paper's router, the last column has this project's causal one (`attention=focus`). Numbers, "
+        "required sample sizes and all runs: [claims.csv](claims.csv).",
         "## The paper's tables",
-        "Paper and ours next to each other. Several seeds: mean. ΔPPL: paired with the base model, 95 % CI in the CSV "
+        "Paper and ours next to each other. Steps: of our training; the paper's are 4,000 (T4: 2,000). Several seeds: "
+        "mean. ΔPPL: paired with the base model, 95 % CI in the CSV "
         "files for one seed. † mask inactive (under 5 % of the pairs pruned). ‡ non-causal router.",
     ]
     for name, table in content.items():
@@ -114,20 +118,33 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
 
 
 def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
-    """Return the claims as text in nine narrow columns."""
+    """Return the claims as text in ten narrow columns."""
+    rows = claims.to_dict("records")
     return pd.DataFrame(
         {
             "id": claims.id,
             "claim": claims.claim,
             "paper": claims.paper,
-            "ours (95 % CI)": [claim_value(row) for row in claims.to_dict("records")],
+            "measured (95 % CI)": [ABSENT if row["verdict"] == DIFFERENT_ROUTER else claim_value(row) for row in rows],
             "sparsity [%]": [format_number(percent(x), 1) for x in claims.sparsity],
             "seeds": [format_number(x, 0) for x in claims.seeds],
             "models": [format_number(x, 0) for x in claims.models],
-            "verdict": claims.verdict,
-            "run": [f"{_text(row.experiment)} {_text(row.variant)}".strip() for row in claims.itertuples()],
+            "verdict": [row["verdict"] + REDUCED_BUDGET * row["reduced_budget"] for row in rows],
+            "run": [
+                f"{_text(row['experiment'])} {_text(row['variant'])}".strip() + " ‡" * (row["causal"] is False)
+                for row in rows
+            ],
+            "causal router, ours": [own_result(row) for row in rows],
         }
     )
+
+
+def own_result(row: dict[str, Any]) -> str:
+    """Format value and verdict of this project's router."""
+    if pd.isna(row["own_value"]):
+        return ABSENT
+    value = claim_value(row | {name: row[f"own_{name}"] for name in ("value", "low", "high")})
+    return f"{value}: {row['own_verdict']}" + REDUCED_BUDGET * row["own_reduced_budget"]
 
 
 def _text(cell: Any) -> str:
@@ -150,7 +167,7 @@ def claim_value(row: dict[str, Any]) -> str:
 
 
 def display_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a paper table as text: key, paper and ours, sparsity, seeds."""
+    """Return a paper table as text: key, paper and ours, sparsity, training steps, seeds."""
     spec: Spec = table.attrs["spec"]
     rows = table[table.runs != ""].to_dict("records")
     shown = {name.replace("_", " "): [_key_text(row[name]) for row in rows] for name in spec.key}
@@ -159,12 +176,15 @@ def display_table(table: pd.DataFrame) -> pd.DataFrame:
     else:
         shown["device"] = _devices(rows, spec)
     for column in spec.columns:
-        heads = [f"{column.label}, paper", f"{column.label}, ours"] if column.is_measured else [column.label]
-        shown[heads[0]] = [_paper_text(row[f"paper_{column.key}"], column, spec.name) for row in rows]
+        if column.name in paper_rows(spec.name)[0]:
+            head = f"{column.label}, paper" if column.is_measured else column.label
+            shown[head] = [_paper_text(row[f"paper_{column.key}"], column, spec.name) for row in rows]
         if column.is_measured:
-            shown[heads[1]] = [_ours_text(row, column) for row in rows]
+            shown[f"{column.label}, ours"] = [_ours_text(row, column) for row in rows]
     if any(row["sparsity"] for row in rows):
         shown["sparsity [%]"] = [row["sparsity"] or ABSENT for row in rows]
+    if "variant" in shown and any(row["steps"] for row in rows):
+        shown["steps"] = [row["steps"] or ABSENT for row in rows]
     shown["seeds"] = [format_number(row["seeds"] or None, 0) for row in rows]
     return pd.DataFrame(shown)
 
@@ -212,8 +232,9 @@ def render_section(name: str, table: pd.DataFrame) -> list[str]:
         for label, column in (("Model", "used_model"), ("data", "used_data"), ("commits", "commits")):
             facts.append(f"{label}: {', '.join(_distinct(measured[column])) or ABSENT}")
     if len(missing):
-        keys = [" ".join(_key_text(row[key]) for key in spec.key) for row in missing.to_dict("records")]
-        facts.append(f"not run: {', '.join(keys)} (needs {', '.join(_distinct(missing.needs))})")
+        rows = missing.to_dict("records")
+        names = [row["variant"] or " ".join(_key_text(row[key]) for key in spec.key) for row in rows]
+        facts.append(f"not run: {', '.join(dict.fromkeys(names))} (needs {', '.join(_distinct(missing.needs))})")
     note = " ".join(filter(None, [spec.note, "; ".join(facts) + ".", f"[CSV]({name}.csv)"]))
     shown = [to_markdown(display_table(table)).strip()] if len(measured) else []
     return [f"### {spec.id}: {spec.title}", *shown, note]
