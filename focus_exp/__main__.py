@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from focus_exp.budget import resolve_budget
 from focus_exp.checks import parse
 from focus_exp.cli import explain_error, help_text, order_arguments, pop_option, quote_override
 from focus_exp.config import JOBS, Config, conf_dir, register_schemas
@@ -80,7 +81,7 @@ def run_command() -> None:
     shown = {name.partition("=")[0] for name in arguments} & {"-c", "--cfg"}
     if launcher and not is_sweep and not shown:
         raise UserError(f"{launcher} must be typed with -m, also for one job.")
-    quoted = [quote_override(argument, is_sweep) for argument in arguments]
+    quoted = resolve_budget([quote_override(argument, is_sweep) for argument in arguments])
     if shown and (is_sweep or {"job", "--cfg=job", "-c=job"} & set(arguments)):
         show_jobs(quoted)
         return

@@ -285,6 +285,7 @@ class AnalyzeConfig:
 class ReproduceConfig:
     name: str = MISSING
     tables: dict[str, list[str]] = option({})
+    assets: str | None = option(None, choices=("auto", "hub", "embedded"))
     only: list[str] = option([])
 
 

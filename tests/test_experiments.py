@@ -18,7 +18,10 @@ from focus_exp.training.phases import tokens_per_step
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 OPTIONS = sorted(
-    (group, path.stem) for group in [*GROUPS, "budget"] for path in (CONF / group).glob("*.yaml") if path.stem != "base"
+    (group, path.stem)
+    for group in [*GROUPS, "budget"]
+    for path in (CONF / group).glob("*.yaml")
+    if path.stem not in ("base", "auto")  # budget=auto is another one
 )
 
 

@@ -81,9 +81,9 @@ def test_reproduce_unknown_adapter_raises_before_any_run(tmp_path, reference):
 @pytest.mark.parametrize(
     ("name", "scale"),
     [
-        pytest.param(name, scale, marks=pytest.mark.slow if (name, scale) != ("embedded", "embedded") else ())
+        pytest.param(name, scale, marks=() if name == scale else pytest.mark.slow)
         for name in (path.stem for path in CONF.glob("reproduce/*.yaml") if path.stem != "base")
-        for scale in ("embedded", "quick")
+        for scale in ("embedded", "quick", "paper")
     ],
 )
 def test_lists_tables_compose(name, scale):
@@ -91,7 +91,7 @@ def test_lists_tables_compose(name, scale):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose_overrides([f"reproduce={name}", f"budget={scale}"])
         tables = config.reproduce.tables
-        every = 6 if (name, scale) == ("embedded", "embedded") else 1  # the slow cases compose all
+        every = 6 if name == scale == "embedded" else 1  # the slow cases compose all
         made = [compose_overrides(table_overrides(table, config)) for table in [*tables.values()][::every]]
     assert {run.budget["name"] for run in made} <= {scale}
     assert set(tables) >= set(config.reproduce.only)

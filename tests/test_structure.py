@@ -16,7 +16,7 @@ LAYERS = [
     {"assets", "config_hash"},
     {"checks", "data", "models", "results"},
     {"cli", "reporting", "training"},
-    {"evaluation", "speed"},
+    {"budget", "evaluation", "speed"},
     {"jobs"},
     {"__init__", "__main__"},
 ]

@@ -8,14 +8,20 @@ from dataclasses import asdict, replace
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError, first_line
-from focus_exp.jobs.compose import command_overrides, compose_variant, compose_variants, variant_settings
+from focus_exp.jobs.compose import (
+    command_overrides,
+    compose_variant,
+    compose_variants,
+    describe_budget,
+    variant_settings,
+)
 from focus_exp.jobs.evaluate import evaluate_adapter
 from focus_exp.jobs.resume import finished_record
 from focus_exp.jobs.run import lock_run_dir, record_run
 from focus_exp.jobs.train import train
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import RECORD, Record, VariantRun
-from focus_exp.results.run_dir import run_folder
+from focus_exp.results.run_dir import name_data, name_model, run_folder
 from focus_exp.storage import InUse
 
 log = logging.getLogger(__name__)
@@ -30,13 +36,16 @@ def compare(config: Config) -> None:
     keeps its reason; then it exits with 2 and names the failed ones.
     """
     configs = compose_variants(config)  # all of them: a mistake in the last one is found before the first one runs
-    print(f"{config.experiment}: {len(configs)} variants, seed {config.seed}: {', '.join(configs)}")
+    shared = compose_variant(config, None, command_overrides())
+    what = f"{len(configs)} variants of {name_model(shared)} on {name_data(shared)}, seed {config.seed}"
+    print(
+        f"{config.experiment}: {what}; {describe_budget(replace(config, variant=None))}\nvariants: {', '.join(configs)}"
+    )
     if config.variant:
         if errors := run_variants(configs):
             raise UserError(f"variant {config.variant} failed: {errors[config.variant]}")
         return
     with lock_run_dir(config):
-        shared = compose_variant(config, None, command_overrides())
         errors = run_variants(configs)
         with record_run(config) as run:
             recorded = replace(shared, job="compare", variants=config.variants, references=config.references)

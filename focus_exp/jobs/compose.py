@@ -277,6 +277,26 @@ def shared_overrides(config: Config) -> list[str]:
     return [quote_override(f"{key}={value}") for key, value in keys.items()]
 
 
+def describe_budget(config: Config) -> str:
+    """Return the budget with its part of the paper's steps, and what to type for the other one.
+
+    A variant has the budget of its comparison, which has said so.
+    """
+    budget = str(config.budget["name"])
+    if config.variant or not HydraConfig.initialized():
+        return f"budget={budget}"
+    other = "embedded" if budget == "paper" else "paper"
+    overrides = [o for o in parse_overrides(command_overrides()) if o.key_or_group != "budget"]
+    theirs = compose_overrides([*(str(o.input_line) for o in overrides), f"budget={other}"])
+    steps, other_steps = (sum(phase.steps for _, phase in each.phases) for each in (config, theirs))
+    if config.adapter or steps == other_steps:
+        what = "the paper's" if other == "paper" else "a small one"
+        return f"budget={budget}; type budget={other} for {what}"
+    if budget == "paper":
+        return f"budget=paper: the paper's {steps:,} steps; type budget=embedded for {other_steps:,}"
+    return f"budget={budget}: {steps:,} of the paper's {other_steps:,} steps; type budget=paper for all"
+
+
 def compose_base(config: Config) -> Config:
     """Return the configuration of the run that trains the base; of a comparison, that of the variant it names."""
     base = compose_overrides(base_overrides(config))

@@ -7,12 +7,13 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 from focus_exp.attention.options import did_you_mean
 from focus_exp.cli import quote_override, quote_text
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
-from focus_exp.jobs.compose import compose_overrides, compose_variant, shared_overrides, variant_name
+from focus_exp.jobs.compose import compose_overrides, compose_variant, describe_budget, shared_overrides, variant_name
 from focus_exp.jobs.report import report
 from focus_exp.results.run_dir import run_folder
 
@@ -22,14 +23,21 @@ TABLE_REFERENCE = re.compile(r"(?<!\w)@(\w+)(?:\.(\w+))?")  # @table or @table.v
 def reproduce(config: Config) -> None:
     """Run the command of every table in turn, then write the report. Re-run the same command to resume.
 
-    Failed tables are named at the end. budget=quick only shows that all of it runs; budget=paper uses the paper's
-    models, data and steps, from the Hub; reproduce=seeds adds two seeds of tables that have one.
+    Failed tables are named at the end. budget=quick only shows that all of it runs; budget=paper makes the paper's
+    tables on its models, data and steps, from the Hub; reproduce=seeds adds two seeds of tables that have one.
     """
     settings = config.reproduce
+    if settings.assets and config.assets not in ("auto", settings.assets):
+        raise UserError(
+            f"assets must be {settings.assets} with reproduce={settings.name} (got {config.assets}). Type "
+            "reproduce=paper for tables from the Hub."
+        )
+    config = replace(config, assets=settings.assets or config.assets)
     if missing := next((name for name in settings.only if name not in settings.tables), None):
         raise UserError(f"reproduce.only must be tables (got {missing}){did_you_mean(missing, list(settings.tables))}")
     tables = {name: table for name, table in settings.tables.items() if not settings.only or name in settings.only}
     commands = {name: table_overrides(table, config) for name, table in tables.items()}
+    print(f"reproduce {settings.name}: {len(tables)} tables, assets={config.assets}, {describe_budget(config)}")
     failed = []
     for number, (name, overrides) in enumerate(commands.items(), start=1):
         print(f"\n[{number}/{len(tables)}] {name}\npython -m focus_exp {shlex.join(overrides)}")

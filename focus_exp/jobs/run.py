@@ -23,7 +23,7 @@ from focus_exp.assets import Provenance
 from focus_exp.config import Config
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
-from focus_exp.jobs.compose import command_overrides
+from focus_exp.jobs.compose import command_overrides, describe_budget
 from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.run_report import TABLE, write_run_report
@@ -113,7 +113,7 @@ def describe_work(config: Config) -> str:
     phases = ", then ".join(f"{phase.steps} steps ({phase.trainable})" for _, phase in config.phases)
     work = f"adapter {config.adapter}" if config.adapter else phases or "no training"
     what = f"{config.recipe.name} of {name_model(config)} with {config.attention.name} on {name_data(config)}"
-    return f"{config.job} {config.experiment}: {what}, seed {config.seed}: {work}"
+    return f"{config.job} {config.experiment}: {what}, seed {config.seed}: {work}; {describe_budget(config)}"
 
 
 def lock_run_dir(config: Config) -> AbstractContextManager[None]:

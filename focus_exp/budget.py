@@ -1,0 +1,87 @@
+"""budget=auto: paper or embedded, whichever the machine allows, chosen before the configuration is composed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from focus_exp.assets import uses_embedded
+from focus_exp.cli import VALUED
+from focus_exp.config import conf_dir, is_shipped
+
+AUTO = "auto"
+WITHOUT_RUNS = ("report", "dashboard", "build_tasks")  # jobs that need no budget, nor wait for torch
+# of the drivers of NVIDIA, its boards, AMD and WSL, without which torch has no GPU
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
+CONFIG_DIR = ("--config-dir", "-cd")
+
+
+def resolve_budget(arguments: list[str]) -> list[str]:
+    """Return the arguments with budget=paper or budget=embedded in place of budget=auto, the default.
+
+    The budget of a sweep is that of its first job. Under SLURM's launcher the jobs have a GPU unless
+    hydra.launcher.gpus_per_node says otherwise; whether the Hub answers is asked on this machine.
+    """
+    options = arguments[: count_options(arguments)]
+    settings = arguments[len(options) :]
+    try:
+        overrides = OverridesParser.create().parse_overrides(settings)
+        typed = [first_value(override) for override in overrides if override.key_or_group == "budget"]
+        if typed not in ([], [f"budget={AUTO}"]) or {f"job={job}" for job in WITHOUT_RUNS} & set(settings):
+            return arguments
+        rest = [override for override in overrides if override.key_or_group != "budget"]
+        firsts = [first_value(override) for override in rest if not override.key_or_group.startswith("hydra")]
+        folders = [options[i + 1] for i, option in enumerate(options[:-1]) if option in CONFIG_DIR]
+        with initialize_config_dir(conf_dir(), version_base="1.3"):
+            composed = compose("config", [*firsts, *(f"hydra.searchpath=['file://{folder}']" for folder in folders)])
+        budget = choose_budget(composed, on_gpu_node=launches_on_gpus(settings))
+    except (HydraException, OmegaConfBaseException):
+        return arguments  # which the command will refuse
+    return [*options, *(str(override.input_line) for override in rest), f"budget={budget}"]
+
+
+def count_options(arguments: list[str]) -> int:
+    """Return how many arguments, which come first, are options or their values."""
+    count = 0
+    while count < len(arguments) and arguments[count].startswith("-"):
+        count += 2 if arguments[count] in VALUED else 1
+    return count
+
+
+def first_value(override: Override) -> str:
+    """Return an override as text, of a sweep with its first value."""
+    if not override.is_sweep_override():
+        return str(override.input_line)
+    return f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
+
+
+def launches_on_gpus(settings: list[str]) -> bool:
+    """Return whether SLURM runs the jobs, on nodes with a GPU."""
+    without = {f"hydra.launcher.gpus_per_node={none}" for none in ("null", "0")}
+    return "hydra/launcher=slurm" in settings and not without & set(settings)
+
+
+def choose_budget(config: DictConfig, *, on_gpu_node: bool) -> str:
+    """Return paper where the Hub serves the named model and there is a GPU, else embedded.
+
+    Weights of a local folder and random ones are not of the Hub. The Hub is asked last, and only with a GPU.
+    """
+    model = config.model
+    if config.assets == "embedded" or model.path or not model.hub_id or config.trainer.accelerator == "cpu":
+        return "embedded"
+    if not on_gpu_node:
+        if sys.platform != "win32" and not any(Path(device).exists() for device in GPU_DEVICES):
+            return "embedded"
+        from torch.cuda import is_available  # takes seconds
+
+        if not is_available():
+            return "embedded"
+    is_replaceable = is_shipped("model", model.hub_id)
+    return "embedded" if uses_embedded(config.assets, "models", model.hub_id, is_replaceable) else "paper"
