@@ -25,7 +25,7 @@ from .texts import sample_texts
 
 logging.disable_progress_bar()
 ZOO = Path(__file__).parent.parent.parent / "conf" / "model"
-PIECES = 3800  # learned tokens of a vocabulary
+PIECES = 5000  # learned tokens of a vocabulary
 HEAD_DIM, LAYERS = 16, 2
 SHARD = "300KB"  # so that weights are in several files, as those of the larger models
 END, START_TURN, END_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -83,7 +83,7 @@ def zoo() -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def train_pieces(algorithm: str) -> tuple[list[str], list[tuple[str, str]]]:
+def train_pieces(algorithm: str, cache: Path | None) -> tuple[list[str], list[tuple[str, str]]]:
     """Train BPE: of bytes as GPT-2's, or of words with their space as SentencePiece's; returns tokens and merges."""
     tokenizer, alphabet = Tokenizer(models.BPE()), list[str]()
     if algorithm == "bytes":
@@ -92,13 +92,13 @@ def train_pieces(algorithm: str) -> tuple[list[str], list[tuple[str, str]]]:
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     trainer = trainers.BpeTrainer(vocab_size=PIECES, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(sample_texts(), trainer)
+    tokenizer.train_from_iterator(sample_texts(cache), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return sorted(model["vocab"], key=model["vocab"].get), [(left, right) for left, right in model["merges"]]
 
 
-def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerBase:
-    pieces, merges = train_pieces(vocabulary.algorithm)
+def make_tokenizer(vocabulary: Vocabulary, cache: Path | None) -> PreTrainedTokenizerBase:
+    pieces, merges = train_pieces(vocabulary.algorithm, cache)
     names = dict.fromkeys([*vocabulary.first, *pieces, *vocabulary.last])
     ids = {name: number for number, name in enumerate(names)}
     special = [name for name in (*vocabulary.first, *vocabulary.last) if name not in BYTES]
@@ -135,11 +135,11 @@ def shrink(architecture: dict[str, Any], vocabulary: Vocabulary, tokens: dict[st
     return fields | small | {key: tokens[name] if name else None for key, name in names} | {"initializer_range": 0.1}
 
 
-def write_model(folder: Path, hub_id: str) -> None:
-    """Write config, tokenizer and weights as save_pretrained does."""
+def write_model(folder: Path, hub_id: str, cache: Path | None) -> None:
+    """Write config, tokenizer and weights as save_pretrained does; see `sample_texts` for `cache`."""
     entry = zoo()[hub_id]
     vocabulary = VOCABULARIES.get(entry["name"]) or VOCABULARIES[entry["architecture"]["model_type"]]
-    tokenizer = make_tokenizer(vocabulary)
+    tokenizer = make_tokenizer(vocabulary, cache)
     tokenizer.save_pretrained(folder)
     config = AutoConfig.for_model(**shrink(entry["architecture"], vocabulary, tokenizer.get_vocab()))
     with torch.random.fork_rng(devices=[]):

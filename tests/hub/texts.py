@@ -140,8 +140,13 @@ def write_data_set(folder: Path, name: str) -> None:
         (folder / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n", encoding="utf-8")
 
 
-def sample_texts() -> Iterator[str]:
-    """Yield prose for tokenizers: Python's own manual, and what the data sets are made of."""
-    yield from topics.values()
+def sample_texts(cache: Path | None) -> Iterator[str]:
+    """Yield prose for tokenizers: what the data sets are made of, and the books of focus_exp or Python's manual.
+
+    With the books their words take about as many tokens as with the real tokenizers, so that as many fit a model.
+    """
+    from focus_exp.data.books import EMBEDDED
+
     yield Writer(0).prose(20_000)
     yield "Question: How many? What? Who?\nAnswer: The answer is yes. No. Q: A:\n" * 100
+    yield from topics.values() if cache is None else (text for _, text in EMBEDDED["books"].read(cache, "train"))
