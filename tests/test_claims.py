@@ -6,7 +6,7 @@ import pytest
 
 from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, required_sample
 from focus_exp.reporting.claims import Claim, at_least, below, collapses, drops
-from focus_exp.reporting.load import select
+from focus_exp.reporting.load import read_yaml, select
 from focus_exp.results.intervals import Estimate, needed, over_seeds, student
 
 
@@ -195,6 +195,21 @@ def test_aggregate_seeds_latest_run_of_a_seed_counts():
     (total,) = aggregate_seeds([make_seed(0, 0.1), make_seed(0, 0.5)])
     assert total.value == 0.5
     assert total.low == pytest.approx(0.5 - student(5.0) * 0.01)
+
+
+def test_aggregate_seeds_keeps_kernels_of_timings_apart():
+    rows = [make_timing(65_536, 3.0).replace(clock="attention", seed=0, path=path) for path in ("flash", "triton")]
+    assert sorted(row.path for row in aggregate_seeds(rows)) == ["flash", "triton"]
+
+
+@pytest.mark.parametrize(("path", "value", "verdict"), [
+    ("flash", 2.0, "reproduced"), ("flash", 0.5, "not reproduced"), ("triton", 2.0, "not run")
+])  # fmt: skip
+def test_claim_of_no_custom_kernels_is_about_flash_alone(path, value, verdict):
+    (claim,) = (Claim(**entry) for entry in read_yaml("claims") if entry["id"] == "T6.5")
+    cells = {"clock": "attention", "assignment": "balanced", "groups": 8, "top_k": 1, "path": path}
+    rows = select([make_timing(65_536, value).replace(**cells)], claim.select, claim.query)
+    assert claim.judge(rows).verdict == verdict
 
 
 @pytest.mark.parametrize("column", ["setup", "variant", "reference", "top_k", "task", "phase"])

@@ -109,7 +109,7 @@ def test_check_report_finds_changed_number(content, tmp_path):
 
 
 def test_write_report_writes_figures(published, made_once, tmp_path):
-    assert len(write_report(published, tmp_path)["claims"]) == 40
+    assert len(write_report(published, tmp_path)["claims"]) == 41
     assert {path.name for path in (tmp_path / "figures").glob("*.svg")} == {"frontier.svg", "figure1.svg", "speed.svg"}
 
 

@@ -48,7 +48,7 @@ def aggregate_seeds(rows: Iterable[Row]) -> list[Row]:
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        clock = (row.method, row.device, row.dtype) if row.clock else ()
+        clock = (row.method, row.device, row.dtype, row.path) if row.clock else ()
         key = (row.name, *clock, *(getattr(row, column) for column in KEY))
         groups.setdefault(key, []).append(row)
     return [_combine(members) for members in groups.values()]
