@@ -28,14 +28,15 @@ install-%: $(STAMP)-% ;
 # Said before, while packages of megabytes come, and after; pip's last lines where it fails. The stamp is last, so that a
 # broken attempt is taken up again. uv serves where the environment has no pip, as in those that it makes.
 define install
-	@set -o pipefail; pip="$(RUN) pip"; $$pip --version >/dev/null 2>&1 || pip="uv pip --python $(VENV)/bin/python"; \
-	command="$$pip install --editable '$(2)' --constraint constraints.txt"; log=$$(mktemp); began=$$SECONDS; \
+	@set -o pipefail; log=$$(mktemp); began=$$SECONDS; \
+	$(RUN) pip --version >/dev/null 2>&1 && pip="$(RUN) pip install" || pip="uv pip install --python $(VENV)/bin/python"; \
+	command="$$pip --editable '$(2)' --constraint constraints.txt"; \
 	echo "installing $(1) into $(VENV) ..."; \
 	$(VENV)/bin/python -c 'from importlib.metadata import version as v; print("  torch", v("torch"), "is there")' \
 		2>/dev/null || echo "  torch is not there: $(TORCH_SIZE)"; \
 	PYTHONUNBUFFERED=1 eval "$$command" 2>&1 | tee "$$log" | while read -r line; do \
 		case $$line in \
-			Downloading*[MG]B\)) echo "  $${line#* }" ;; \
+			Downloading*[MG]B\) | Downloading*[MG]iB\) | Installed*) echo "  $${line#* }" ;; \
 			"Successfully installed"*) set -- $$line; echo "  $$(($$# - 2)) packages" ;; \
 		esac; \
 	done; code=$$?; \
