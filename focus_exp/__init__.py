@@ -1,13 +1,15 @@
 """Focus: sparse attention by learned token groups, attached to a frozen Hugging Face language model.
 
     model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2")
-    attach(model, "focus", groups=4, window=128)
+    fit(model, texts, density=0.2)                  # two encoders, fitted to the frozen model
+    save_adapter(model, "my-adapter")               # safetensors and JSON
+    load_adapter(detach(model), "my-adapter")       # a folder or a Hub repository; refuses another base model
+
+    attach(detach(model), "focus", groups=4, window=128)  # the published form
     freeze(model, "router")                         # then train in your own loop
     set_routing(model.eval(), hard=True, top_k=1)   # hard routing; training mode routes softly
     with disable_method(model): ...                 # the base model, bit for bit
-    save_adapter(model, "my-adapter")               # safetensors and JSON
     push_to_hub("my-adapter", "me/focus-gpt2")
-    load_adapter(detach(model), "me/focus-gpt2")    # a folder or a Hub repository; refuses another base model
 
 `attach` first compares the logits of two short texts with those of the base model, with every QK pair kept, and
 refuses models where they differ. For `generate()` see `models.hf_cache`.
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from focus_exp.models.adapter import load_adapter, push_to_hub, save_adapter
     from focus_exp.models.attach import attach, detach
     from focus_exp.models.methods import disable_method, freeze, is_causal, set_routing
+    from focus_exp.training.fit import fit
 
 __version__ = "0.1.0"
 
@@ -51,11 +54,12 @@ _MODULES = {
     "attach": "focus_exp.models.attach",
     "detach": "focus_exp.models.attach",
     "disable_method": "focus_exp.models.methods",
+    "fit": "focus_exp.training.fit",
     "freeze": "focus_exp.models.methods",
     "is_causal": "focus_exp.models.methods",
     "set_routing": "focus_exp.models.methods",
 }
-__all__ = ["UserError", "attach", "detach", "disable_method", "freeze", "is_causal"]
+__all__ = ["UserError", "attach", "detach", "disable_method", "fit", "freeze", "is_causal"]
 __all__ += ["load_adapter", "push_to_hub", "save_adapter", "set_routing"]
 
 

@@ -66,6 +66,8 @@ class AttentionConfig(Options):
 class FocusConfig(FocusOptions, RouterTraining, AttentionConfig):
     """attention.* of Focus."""
 
+    temperature: float = option(0.1, above=0)  # hashes of records leave it out; conf/attention/focus.yaml sets 0.05
+
 
 @dataclass
 class DualConfig(FocusDualOptions, EncoderTraining, AttentionConfig):

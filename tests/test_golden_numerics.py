@@ -29,10 +29,11 @@ GOLDEN = ROOT / "tests" / "golden" / "numerics.json"
 SAMPLES = 64
 NEAR = {"window": 6, "sinks": 2}
 # variant -> method, its options, routing
+PUBLISHED = {"groups": 4, "temperature": 0.1}
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    "soft": ("focus", {"groups": 4}, {"hard": False}),
-    "hard": ("focus", {"groups": 4}, {"hard": True}),
-    "share": ("focus", {"groups": 4}, {"hard": True, "top_k": 2, "pair_rule": "share"}),
+    "soft": ("focus", PUBLISHED, {"hard": False}),
+    "hard": ("focus", PUBLISHED, {"hard": True}),
+    "share": ("focus", PUBLISHED, {"hard": True, "top_k": 2, "pair_rule": "share"}),
     "window": ("window", {}, None),
     "focus_dual": ("focus_dual", {"groups": 4, "top_k": 2}, {"hard": True}),
 }

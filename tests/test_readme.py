@@ -9,11 +9,13 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from running import record_of, run, tiny, without_attention
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from focus_exp.checks import parse
 from focus_exp.cli import quote_override
 from focus_exp.config import conf_dir, register_schemas
+from focus_exp.models.methods import active_methods
+from focus_exp.models.random import byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,9 +75,12 @@ def test_adding_a_method_example_is_measured(tmp_path, monkeypatch):
 
 def test_readme_python_runs(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOCUS_EXP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: tiny_model("gpt2"))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: byte_tokenizer())
     (code,) = blocks(README, "python")
-    known = {"ids": torch.arange(1, 40)[None]}
-    exec(code.replace("window=128", "window=8"), known)
+    small = "density=0.2, seq_len=64, window=8, groups=4, top_k=1, calibration_sequences=3, validation_sequences=1"
+    known = {"ids": torch.arange(1, 40)[None], "texts": [README]}
+    exec(code.replace("density=0.2", f"{small}, fit_steps=8").replace("max_new_tokens=50", "max_new_tokens=3"), known)
     assert (tmp_path / "my-adapter" / "focus_adapter.safetensors").exists()
-    known["model"].generate(known["ids"], max_new_tokens=3)
+    assert active_methods(known["model"])

@@ -93,7 +93,7 @@ class FocusOptions(GroupOptions):
     """Options of `focus`, by the paper's symbols; the last four are its remedies against router collapse (table 8)."""
 
     routing_dim: int = option(16, least=1)
-    temperature: float = option(0.1, above=0)
+    temperature: float = option(0.05, above=0)
     normalize: bool = option(True)
     assignment: str = option("balanced", choices=("balanced", "sinkhorn", "softmax"))
     sinkhorn_iterations: int = option(10, least=1)

@@ -53,7 +53,7 @@ def attach(
     Args:
         method: a name, or the dotted path of a class.
         layers: layer indices; None for all.
-        options: of the method, as in its YAML file; `temperature` is 0.1 here and 0.05 there.
+        options: of the method, as in its YAML file.
 
     Raises:
         UserError: the model, the method, an option or a layer does not fit, a method is attached already, or the model
