@@ -170,11 +170,14 @@ class Clock:
                     continue
                 try:
                     yield from self.measure(name, shape, length, forms)
-                    for form in forms if self.tiny or length == STEP_AT else []:
-                        if form[:2] == forms[-1][:2]:
-                            yield self.measure_step(name, shape, length, *form)
                 except RuntimeError as error:
                     self.skip(f"{name} at {length:,} tokens: {str(error).splitlines()[0]}")
+                for form in forms if self.tiny or length == STEP_AT else []:
+                    if form[:2] == forms[-1][:2]:
+                        try:
+                            yield self.measure_step(name, shape, length, *form)
+                        except RuntimeError as error:
+                            self.skip(f"step of {form}: {str(error).splitlines()[0]}")
 
     @torch.no_grad()
     def measure(self, name: str, shape: Shape, length: int, forms: list[Form]) -> Iterator[dict[str, Any]]:
@@ -189,8 +192,15 @@ class Clock:
             with suppress(RuntimeError):  # it does not take these tensors
                 every[kernel]()
                 works[f"full {kernel}"] = every[kernel]
-        contenders = {form: Contender.build(*form, shape, tensors) for form in forms}
-        works |= {str(form): contender.run for form, contender in contenders.items()}
+        contenders: dict[Form, Contender] = {}
+        for form in forms:
+            contender = Contender.build(*form, shape, tensors)
+            try:
+                contender.run()
+            except RuntimeError as error:
+                self.skip(f"{form} at {length:,} tokens: {str(error).splitlines()[0]}")
+                continue
+            contenders[form], works[str(form)] = contender, contender.run
         for label, work in list(works.items()) if is_gpu else []:
             if is_long and label.endswith("'flash')"):  # a graph keeps what its work allocates
                 continue
@@ -202,11 +212,11 @@ class Clock:
         best = min((label for label in full if not label.endswith("captured")), key=lambda label: full[label])
         captured_full = min((s for label, s in full.items() if label.endswith("captured")), default=None)
         sequence = Sequence.plain(1, length, self.device)
-        for (form, groups, kernel), contender in contenders.items():
-            label = str((form, groups, kernel))
+        for (name_of_form, groups, kernel), contender in contenders.items():
+            label = str((name_of_form, groups, kernel))
             counts = contender.method.count_pairs(contender.method.route(tensors.hidden, sequence), sequence)
             row = {
-                "layer": name, "tokens": length, "form": form, "K": groups, "k": contender.k, "kernel": kernel,
+                "layer": name, "tokens": length, "form": name_of_form, "K": groups, "k": contender.k, "kernel": kernel,
                 "full kernel": best.removeprefix("full "), "full [s]": seconds[best],
                 "full captured [s]": captured_full, "full by kernel [s]": full, "focus [s]": seconds[label],
                 "captured [s]": seconds.get(f"{label} captured"), "ratio": seconds[best] / seconds[label],
