@@ -3,26 +3,32 @@
 import hashlib
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from builders import make_config
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 import focus_exp
 from focus_exp import assets
+from focus_exp.assets import Provenance
 from focus_exp.config import DataConfig
-from focus_exp.data import SequenceDataset, TokenStream, corpus, load_corpus, make_loader, texts
+from focus_exp.data import SequenceDataset, TokenStream, corpus, load_corpus, make_loader, packing, texts
 from focus_exp.data.books import EMBEDDED, WORKS, clean
 from focus_exp.data.packing import find_prefix, read_stream, write_stream
 from focus_exp.errors import UserError
+from focus_exp.jobs.prepare import count_training_tokens
 from focus_exp.models.random import byte_tokenizer
 
 BOS = 999
@@ -289,6 +295,68 @@ def test_read_hub_split_named_split_is_divided():
     assert len(set().union(*read.values())) == 200
     with pytest.raises(UserError, match="data.split must be one of train, validation .got test"):
         list(corpus.read_hub_split(ROWS, "train", replace(HUB, split="test")))
+
+
+def test_read_hub_split_held_out_documents_end_early(monkeypatch):
+    monkeypatch.setattr(corpus, "HELD_OUT_CHARACTERS", 15)
+    rows = (pytest.fail("read on") if i > 99 else {"text": f"document {i}"} for i in range(200))
+    assert len(list(corpus.read_hub_split({"train": rows}, "test", HUB))) == 2
+    assert len(list(corpus.read_hub_split(ROWS, "test", replace(HUB, max_test_tokens=999)))) == 4
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Serve a data set of ten files, streamed, of which the last eight are damaged."""
+    files = [tmp_path / f"{number}.parquet" for number in range(10)]
+    for number, file in enumerate(files[:2]):
+        datasets.Dataset.from_dict({"text": [f"file {number}, document {i}." for i in range(100)]}).to_parquet(file)
+    for file in files[2:]:
+        file.write_bytes(b"not parquet")
+
+    def open_dataset(cfg, requested):
+        named = {"train": list(map(str, files)), "validation": str(files[0]), "test": str(files[1])}
+        rows = datasets.load_dataset("parquet", data_files=named, streaming=True, cache_dir=str(tmp_path / "hf"))
+        return Provenance(requested, requested, "hub"), lambda split: corpus.read_hub_split(rows, split, cfg)
+
+    monkeypatch.setattr(corpus, "open_dataset", open_dataset)
+
+
+def test_load_corpus_hub_data_is_read_no_further_than_needed(tmp_path, hub):
+    def load_tokens(count):
+        return load_corpus(HUB, byte_tokenizer(), assets="hub", cache=tmp_path / "cache", train_tokens=count)
+
+    few, more = load_tokens(500), load_tokens(3_000)  # of 2,290 in the first file
+    assert (len(few.train), len(more.train)) == (500, 3_000) and len(few.test) == len(more.test) > 2_000
+    assert np.array_equal(few.train.tokens, more.train.tokens[:500])
+    assert few.provenance.fingerprint == more.provenance.fingerprint  # scores of the same text are paired
+    assert load_tokens(500).train.digest == few.train.digest
+    with pytest.raises(pa.ArrowInvalid):
+        load_tokens(9_000)
+
+
+def test_count_training_tokens_is_that_of_the_longest_variant():
+    retrofit, full, longer = (
+        make_config("+experiment=full_training", "budget=paper", *more)
+        for more in ([], ["recipe=retrofit"], ["recipe.phases.everything.steps=9000"])
+    )
+    shared = sum(retrofit.budget[f"{name}_sequences"] for name in ("warm_start", "balance", "calibration"))
+    assert count_training_tokens(retrofit) == count_training_tokens(full) == (8020 + shared) * 1024
+    assert count_training_tokens(longer) == (13_000 + shared) * 1024
+
+
+def test_write_stream_lets_the_tokenizer_take_all_cores(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    seen = []
+
+    def documents():
+        for name in "ab":
+            seen.append(os.environ["TOKENIZERS_PARALLELISM"])
+            yield name, "x" * 20
+
+    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 20)
+    write_stream(tmp_path, "train", documents(), byte_tokenizer(), 15)
+    assert seen == ["true"]  # and no second document
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 def test_join_articles_joins_rows_at_titles():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
 # where a Hub data set lacks a split, one document in 50 of train is held out for it
 HELD_OUT_EVERY = 50
+HELD_OUT_CHARACTERS = 8_000_000  # of a split that is held out: of each, 50 are read
+HUB_TEST_TOKENS = 16_777_216  # validation and test tokens of a Hub data set
 HELD_OUT_INDEX = {"validation": HELD_OUT_EVERY - 2, "test": HELD_OUT_EVERY - 1}
 WIKITEXT_TITLE = re.compile(r" = (?!= ).+ = \n?")
 Reader = Callable[[str], Iterable[Document]]
@@ -47,27 +50,40 @@ class Source:
 
     identity: dict[str, Any]
     open: Callable[[], tuple[Provenance, Reader]]
+    is_streamed: bool = False  # from the Hub, as far as it is read
 
 
-def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: str, cache: Path) -> Corpus:
+def load_corpus(
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    assets: str,
+    cache: Path,
+    train_tokens: int | None = None,
+) -> Corpus:
     """Tokenize the corpus into `cache`, or read it from there.
 
     Args:
         cfg: max_train_tokens caps train, max_test_tokens caps validation and test. hidden_facts changes train only.
         assets: auto, hub or embedded.
+        train_tokens: caps train of Hub data without max_train_tokens, which is read no further.
 
     Raises:
         UserError: the text is missing, unreadable or unavailable under the policy `assets`.
     """
     source = find_source(cfg, assets, cache)
     choices = [cfg.max_train_tokens, cfg.max_test_tokens], *(["hidden facts"] if cfg.hidden_facts else [])
-    key = json.dumps([TOKEN_FORMAT, source.identity, hash_tokenizer(tokenizer), *choices], sort_keys=True)
-    folder = cache / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    caps = [cfg.max_train_tokens, cfg.max_test_tokens]
+    if source.is_streamed:
+        caps = [cap or default for cap, default in zip(caps, (train_tokens, HUB_TEST_TOKENS), strict=True)]
+    parts = [TOKEN_FORMAT, source.identity, hash_tokenizer(tokenizer)]
+    fingerprint = hash_parts(*parts, *choices)  # however far runs of a comparison read the same text
+    folder = cache / "tokens" / (hash_parts(*parts, *choices, *caps) if source.is_streamed else fingerprint)
 
     def tokenize(folder: Path) -> None:
         provenance, read = source.open()
         for split in SPLITS:
-            limit = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
+            limit = caps[0] if split == "train" else caps[1]
             documents = read(split)
             if cfg.hidden_facts and split == "train":
                 documents = ((name, hide_facts(name, text)) for name, text in documents)
@@ -78,7 +94,7 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     # files may have moved since they were tokenized
     stored = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     provenance = source.open()[0] if cfg.source == "files" else Provenance(**stored)
-    provenance = replace(provenance, requested=requested_name(cfg), fingerprint=folder.name)
+    provenance = replace(provenance, requested=requested_name(cfg), fingerprint=fingerprint)
     if cfg.hidden_facts:
         provenance = replace(provenance, used=f"{provenance.used} (facts hidden in the training text)")
     if provenance.source == "embedded" and cfg.source == "hub":
@@ -90,6 +106,10 @@ def load_corpus(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, assets: 
     log.info("data: %s, documents: %s", provenance.used, counts)
     train, validation, test = streams
     return Corpus(train, validation, test, provenance)
+
+
+def hash_parts(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def requested_name(cfg: DataConfig) -> str:
@@ -119,7 +139,7 @@ def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
         return find_embedded("books", cache)
     identity = {"hub": cfg.hub_id, "subset": cfg.subset, "revision": cfg.revision, "column": cfg.text_column}
     identity |= {"split": cfg.split} if cfg.split else {}
-    return Source(identity, lambda: open_dataset(cfg, requested_name(cfg)))
+    return Source(identity, lambda: open_dataset(cfg, requested_name(cfg)), is_streamed=True)
 
 
 def find_embedded(name: str, cache: Path) -> Source:
@@ -153,7 +173,8 @@ def mix(sources: dict[str, Source]) -> Source:
         )  # fmt: skip
         return provenance, lambda split: take_turns({name: iter(read(split)) for name, (_, read) in opened.items()})
 
-    return Source({"mixture": [source.identity for source in sources.values()]}, open_sources)
+    identity = {"mixture": [source.identity for source in sources.values()]}
+    return Source(identity, open_sources, any(source.is_streamed for source in sources.values()))
 
 
 def take_turns(documents: dict[str, Iterator[Document]]) -> Iterator[Document]:
@@ -206,14 +227,18 @@ def held_out_splits(dataset: Mapping[str, Any], cfg: DataConfig) -> tuple[str, l
 def read_hub_split(
     dataset: Mapping[str, Iterable[dict[str, Any]]], split: str, cfg: DataConfig
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of `split`; a missing one is every 50th document."""
+    """Yield (name, text) of `split`; a missing one is every 50th document, as far as HELD_OUT_CHARACTERS."""
     base, held_out = held_out_splits(dataset, cfg)
     source_split = split if split in dataset and not cfg.split else base
     rows = (texts.get_text(row, cfg.text_column, str(cfg.hub_id)) for row in dataset[source_split])
+    left = HELD_OUT_CHARACTERS if split in held_out and cfg.max_test_tokens is None else math.inf
     for index, text in enumerate(join_articles(rows) if str(cfg.hub_id).endswith("wikitext") else rows):
         holder = next((name for name in held_out if index % HELD_OUT_EVERY == HELD_OUT_INDEX[name]), "train")
         if source_split != base or holder == split:
             yield f"{source_split}:{index}", text
+            left -= len(text)
+            if left <= 0:
+                break
 
 
 def join_articles(lines: Iterable[str]) -> Iterator[str]:

@@ -6,9 +6,11 @@ import hashlib
 import io
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,9 @@ log = logging.getLogger(__name__)
 TOKEN_FORMAT = 1
 MAX_UNSCORED = 0.05  # fraction of tokens in short documents that is not reported
 MIN_UNITS = 3  # sequences or documents, for an interval
-BATCH = 64  # documents tokenized at once
+BATCH, BATCH_CHARACTERS = 64, 8_000_000  # documents tokenized at once, and their characters at most
+
+PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 Document = tuple[str, str]  # name and text
 
@@ -87,7 +91,7 @@ def write_stream(
     names: list[str] = []
     starts, total = [0], 0
     progress = ProgressBar(total=limit, desc=f"tokenizing {split}", unit="token", unit_scale=True, delay=2)
-    with progress, (folder / f"{split}.bin").open("wb") as file:
+    with progress, tokenizer_threads(), (folder / f"{split}.bin").open("wb") as file:
         for name, ids in tokenize(documents, tokenizer):
             ids = ids if limit is None else ids[: limit - total]
             file.write(np.asarray(ids, dtype=np.int32).tobytes())  # tofile hides the reason of a failed write
@@ -106,11 +110,35 @@ def write_stream(
 def tokenize(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
     """Yield name and token ids of each document that is not blank, with eos."""
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    texts = (document for document in documents if document[1].strip())
-    while batch := list(islice(texts, BATCH)):
+    for batch in make_batches(document for document in documents if document[1].strip()):
         encoded = tokenizer([text for _, text in batch], **options)
         for (name, _), ids in zip(batch, encoded["input_ids"], strict=True):
             yield name, [*ids, tokenizer.eos_token_id]
+
+
+def make_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield documents to tokenize at once; none is asked for before it is needed."""
+    batch, characters = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document[1])
+        if len(batch) == BATCH or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def tokenizer_threads() -> Iterator[None]:
+    """Let a fast tokenizer take all cores within the block."""
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "true"
+    try:
+        yield
+    finally:
+        os.environ.pop(PARALLELISM)
+        os.environ |= {} if before is None else {PARALLELISM: before}
 
 
 def read_stream(folder: Path, split: str, name: str) -> TokenStream:

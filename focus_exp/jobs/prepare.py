@@ -30,6 +30,7 @@ from focus_exp.results.run_dir import run_folder
 from focus_exp.speed.model import model_shape
 from focus_exp.storage import file_lock
 from focus_exp.training.distributed import is_main, place_base
+from focus_exp.training.phases import tokens_per_step
 from focus_exp.training.precision import Precision
 
 SCORES_FORMAT = 2  # 1 paired perplexity@N by the name of the text
@@ -93,7 +94,8 @@ def prepare(run: Run) -> Setup:
         "model", loaded.provenance, f"{parameters:,} parameters", parameters=parameters, tokenizer=tokenizer_hash
     )
     place_base(model, config, run.precision.device)
-    corpus = load_corpus(config.data, tokenizer, assets=config.assets, cache=cache)
+    needed = count_training_tokens(config)
+    corpus = load_corpus(config.data, tokenizer, assets=config.assets, cache=cache, train_tokens=needed)
     tokens = {name: len(getattr(corpus, name)) for name in SPLITS}
     detail = ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items())
     run.describe("data", corpus.provenance, detail, tokens=tokens)
@@ -138,6 +140,19 @@ def shared_folder(run: Run, text: TokenStream, prefix: list[int], cache: Path) -
         run.precision.device.type, *([prefix] if len(prefix) > 1 else []),
     ]  # fmt: skip
     return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+
+
+def count_training_tokens(config: Config) -> int:
+    """Return the training tokens that a run takes, at least those of the longest variant of a comparison.
+
+    Variants with as many steps then read the same text in the same order.
+    """
+    budget = config.budget
+    steps = max(sum(phase.steps for _, phase in config.phases), budget["both_steps"])
+    warm_up = config.focus.warm_start_sequences + config.focus.balance_sequences if config.has_router else 0
+    fitted = config.fitting.calibration_sequences if config.fitting else 0
+    shared = sum(budget[f"{name}_sequences"] for name in ("warm_start", "balance", "calibration"))
+    return steps * tokens_per_step(config) + max(warm_up + fitted, shared) * config.data.seq_len
 
 
 def training_sequences(config: Config, setup: Setup) -> SequenceDataset:

@@ -23,7 +23,7 @@ from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
 from focus_exp.jobs.cost import CostEstimator
 from focus_exp.jobs.evaluate import load_trained
-from focus_exp.jobs.prepare import Setup, prepare, training_sequences
+from focus_exp.jobs.prepare import Setup, count_training_tokens, prepare, training_sequences
 from focus_exp.jobs.resume import check_fit_variants, finished_record, print_finished
 from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import save_adapter
@@ -297,7 +297,10 @@ def variant_text(variant: Config, config: Config, setup: Setup, sequences: Seque
     """Return the sequences that a variant is fitted to: of its own text, where it sets data.*."""
     if variant.data == config.data:
         return sequences
-    corpus = load_corpus(variant.data, setup.tokenizer, assets=config.assets, cache=cache_root(config.cache_dir))
+    corpus = load_corpus(
+        variant.data, setup.tokenizer, assets=config.assets, cache=cache_root(config.cache_dir),
+        train_tokens=count_training_tokens(variant),
+    )  # fmt: skip
     return training_sequences(variant, replace(setup, corpus=corpus))
 
 
