@@ -2,7 +2,9 @@
 
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -11,10 +13,25 @@ from hypothesis import strategies as st
 from running import DUAL, fitting, only_run, record_of, succeed, tiny, without_attention
 
 from focus_exp import attach, set_routing
-from focus_exp.evaluation.groups import GroupAnalysis, best_pairs, mask_distant_pairs, split_heads
+from focus_exp.evaluation.groups import (
+    GroupAnalysis,
+    best_pairs,
+    find_distinctive,
+    mask_distant_pairs,
+    split_heads,
+)
 from focus_exp.evaluation.words import CLASSES, find_words, read_passage, split_pieces
 from focus_exp.models.methods import observe_selections
 from focus_exp.models.random import byte_tokenizer
+from focus_exp.reporting.aggregate import Row
+from focus_exp.reporting.groups import (
+    closest_layer,
+    describe_groups,
+    draw_passage,
+    groups_table,
+    list_pairs,
+    pairs_table,
+)
 from focus_exp.reporting.load import load_results
 
 JOB = ["job=analyze", "recipe.steps=2"]
@@ -84,6 +101,70 @@ def test_best_pairs_are_the_highest_with_no_key_twice():
     assert len(best_pairs(affinity, kept, 1)) == 1 and best_pairs(affinity, ~kept, 3)[0][:2] == (2, 2)
 
 
+def test_find_distinctive_prefers_frequent_tokens_of_one_group():
+    tokens = np.array([1] * 20 + [2] * 2 + [3] * 20 + [4] * 20)
+    members = np.array([True] * 22 + [False] * 15 + [True] * 5 + [False] * 20)
+    assert find_distinctive(tokens, members, 3) == [(1, 20, 20), (2, 2, 2)]
+    assert find_distinctive(tokens, members, 1) == [(1, 20, 20)]
+    assert find_distinctive(tokens, np.zeros(len(tokens), bool), 3) == []
+
+
+def make_group(group, metric="group_fraction", layer=0, **cells):
+    shared = {"run": "r", "is_causal": True, "model": "m", "data": "d", "word_class": "noun"}
+    return Row(source="word groups", metric=metric, layer=layer, group=group, **shared | cells)
+
+
+LISTED = {"tokens": ["a|b", "␣"], "token_counts": [3, 1], "token_totals": [4, 9]}
+GROUPS = [
+    make_group(0, value=0.25, **LISTED),
+    make_group(0, "group_purity", value=0.9),
+    make_group(0, "class_fraction", value=0.9),
+    make_group(0, "class_fraction", value=0.1, word_class="verb"),
+    make_group(1, value=0.75, word_class="verb", tokens=["c"]),
+    make_group(0, layer=1, value=1.0, tokens=[]),
+    *(Row(source="analysis", metric="ami trained", run="r", layer=n, value=v) for n, v in ((0, 0.4), (1, 0.2))),
+]
+
+
+def test_groups_table_names_each_group_by_its_class():
+    groups = describe_groups(GROUPS)
+    assert groups[["layer", "group", "size"]].values.tolist() == [[0, 0, 0.25], [0, 1, 0.75], [1, 0, 1.0]]
+    table = groups_table(closest_layer(groups))
+    assert table.name.tolist() == ["noun (90 %)", "verb (- %)"]
+    assert table["tokens (in group/in text)"].tolist() == ["`a|b` 3/4 `␣` 1/9", "`c`"]
+    assert table["size [%]"].tolist() == ["25.0", "75.0"]
+    assert (table["noun [%]"].tolist(), table["verb [%]"].tolist()) == (["90", "-"], ["10", "-"])
+
+
+def test_pairs_table_has_the_words_of_the_run_next_to_the_papers():
+    pair = {"source": "pairs", "run": "r", "is_causal": True, "layer": 3, "query": 9, "key": 2}
+    rows = [
+        Row(**pair, value=0.5, query_word="sees", key_word="king"),
+        Row(**pair | {"query": 8}, value=0.7, query_word="\n", key_word="and"),
+    ]
+    table = pairs_table(list_pairs(rows))
+    assert table.of.tolist() == ["paper", "paper", "ours", "ours"]
+    assert table["word"].tolist()[2:] == ["`and` (2)", "`king` (2)"]
+    assert table["later word"].tolist()[2:] == ["`\\n` (8)", "`sees` (9)"]
+    assert len(list_pairs([])) == 0
+
+
+def test_draw_passage_colours_each_token_by_its_group():
+    texts = ["The", " <king>", "\n", " x" * 60]
+    passage = Row(source="passage", run="r", layer=0, model="m", data="d", token_texts=texts, token_groups=[0, 1, 0, 1])
+    drawing = ElementTree.fromstring(draw_passage(passage, GROUPS))
+    kinds = [element.tag.rpartition("}")[2] for element in drawing]
+    words = [element for element in drawing if element.get("textLength")]
+    assert [word.text for word in words] == ["The", " <king>", "↵", " x" * 60]
+    assert kinds.count("rect") == 1 + 2 + 4  # background, legend, tokens
+    fills = [rect.get("fill") for rect in drawing if rect.get("fill-opacity")]
+    assert fills[2:] == [fills[0], fills[1], fills[0], fills[1]]
+    tops = [float(word.get("y")) for word in words]
+    assert tops[0] == tops[1] == tops[2] < tops[3]
+    legend = [element.text for element in drawing if element.tag.endswith("text") and not element.get("textLength")]
+    assert legend[1:] == ["0: noun", "1: verb"]
+
+
 def measured(folder: Path) -> pd.DataFrame:
     """The measurements of the only run below a directory, settings as columns."""
     return pd.DataFrame([{**vars(m), **m.settings} for m in record_of(folder).measurements])
@@ -106,6 +187,11 @@ def test_analysis_of_an_adapter_and_a_copy_equals_observations(finished_run, tmp
     for grouping, members in trained.groups.items():
         layer = rows[rows.layer == grouping.layer].set_index("metric")
         assert layer.value["group_fraction"].tolist() == pytest.approx([(members == g).mean() for g in range(2)])
+        classes = layer.loc[["class_fraction"]].groupby("group").value.sum()
+        assert classes.tolist() == pytest.approx([1.0] * len(classes)) and len(classes) == len(np.unique(members))
+        for row in layer.loc[["group_fraction"]].itertuples():
+            assert len(row.tokens) == len(row.token_counts) == len(row.token_totals)
+            assert all(0 < count <= total for count, total in zip(row.token_counts, row.token_totals, strict=True))
         assert layer.value["layer_confidence"] == pytest.approx(trained.confidence[grouping].mean())
         agreement = layer.loc["router_agreement"].set_index("router").value
         assert agreement["trained_0"] == pytest.approx(1.0)  # a copy
@@ -118,8 +204,14 @@ def test_analysis_of_an_adapter_and_a_copy_equals_observations(finished_run, tmp
     first = 11  # predicted by query 10, whose distance to the first key after the sink is 9
     assert changes.n["all"] == 3 * (32 - first) == changes.n.drop("all").sum()
     assert changes.value["all"] == pytest.approx((trained.nll - base.nll)[:, first:].mean(), abs=1e-6)
+    passage = rows[rows.metric == "passage_groups"].iloc[0]
+    routed = next(groups for grouping, groups in trained.groups.items() if grouping.layer == passage.layer)
+    assert passage.token_groups == routed[1][:24].tolist() and len(passage.token_texts) == 24
+    agreement = rows[(rows.metric == "ami") & (rows.router == "trained")].set_index("layer").value
+    assert agreement[passage.layer] == agreement.max()
     table = (folder / "table.md").read_text()
-    assert "## Groups" in table and "## Cost by word class" in table
+    assert all(f"## {name}" in table for name in ("Groups by word class", "Pairs", "Cost by word class"))
+    assert (folder / "figures" / "passage.svg").read_text().count("textLength") >= 24
     results = pd.DataFrame(map(vars, load_results(runs).rows))
     assert set(results[results.source == "groups"].metric) >= {"punctuation_purity", "group_confidence"}
 

@@ -21,7 +21,7 @@ from focus_exp.config import Config, DualConfig, FocusConfig
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError
 from focus_exp.evaluation.perplexity import token_losses
-from focus_exp.evaluation.words import CLASSES, TAGGER, read_passage
+from focus_exp.evaluation.words import CLASSES, TAGGER, read_passage, split_pieces
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.methods import (
@@ -42,6 +42,7 @@ from focus_exp.training.warm_start import calibrate
 
 HARD = "focus_hard"  # variant
 STANDARDIZATION = ("mean", "scale")  # of the tokens, as two encoders see them
+DISTINCTIVE = 12  # tokens of a group that are listed
 
 
 class Grouping(NamedTuple):
@@ -106,6 +107,7 @@ class GroupAnalysis:
         self.text = slice(len(self.blocks.prefix), None)
         self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in self.passages])
         self.labels = self.flatten(self.classes)
+        self.ids = self.flatten(np.stack([tokens.numpy() for tokens in self.sequences]))
         self.routing: FocusConfig | DualConfig = self.config.dual or self.config.focus
 
     def flatten(self, values: np.ndarray) -> np.ndarray:
@@ -129,6 +131,8 @@ class GroupAnalysis:
         passage = self.describe_passage(tokens, self.passages[middle].words)
         untrained = self.observe_untrained()
         others = [self.observe_other(folder) for folder in settings.others]
+        labels = {grouping: self.flatten(groups) for grouping, groups in trained.groups.items()}
+        closest = max(labels, key=lambda grouping: compare_labels(labels[grouping], self.labels)["ami"])
         fractions = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
         facts: dict[str, Any] = {
             "tokens": len(self.labels), "windows": len(self.sequences), "passage_tokens": len(tokens),
@@ -144,6 +148,7 @@ class GroupAnalysis:
             ),
             *(m for grouping in trained.groups for m in self.describe_layer(grouping, trained, untrained, others)),
             *passage,
+            self.color_passage(tokens, trained, middle, closest),
             *self.class_costs(base.nll, trained.nll),
         ]
 
@@ -221,6 +226,16 @@ class GroupAnalysis:
         self.use_hard_routing()
         return self.observe(adapter_name(folder))
 
+    def color_passage(self, tokens: Tensor, trained: Observation, sequence: int, grouping: Grouping) -> Measurement:
+        """Return the text and the group of each of `tokens`, the first of a sequence, at one layer."""
+        groups = trained.groups[grouping][sequence][: len(tokens)]
+        pieces = split_pieces(self.tokenizer, tokens.tolist())
+        texts: dict[str, Any] = {"token_texts": pieces, "token_groups": groups.tolist(), **grouping._asdict()}
+        return make_measurement("passage_groups", len(tokens), "tokens", **texts)
+
+    def show_token(self, token: int) -> str:
+        return str(self.tokenizer.decode([token])).replace(" ", "␣").replace("\n", "\\n")
+
     def describe_layer(
         self, grouping: Grouping, trained: Observation, untrained: Observation, others: list[Observation]
     ) -> Iterator[Measurement]:
@@ -233,9 +248,15 @@ class GroupAnalysis:
             members = groups == number
             counts = np.bincount(self.labels[members], minlength=len(CLASSES))
             names = {"group": number, "word_class": CLASSES[int(counts.argmax())] if members.any() else ""}
-            yield make("group_fraction", float(members.mean()), **names)
+            tokens = find_distinctive(self.ids, members, DISTINCTIVE)
+            listed = {"tokens": [self.show_token(t) for t, _, _ in tokens], "token_counts": [n for _, n, _ in tokens],
+                      "token_totals": [n for _, _, n in tokens]}  # fmt: skip
+            yield make("group_fraction", float(members.mean()), **names, **listed)
             if members.any():
                 yield make("group_purity", float(counts.max() / counts.sum()), **names)
+            for name, count in zip(CLASSES, counts.tolist(), strict=True):
+                if count:
+                    yield make("class_fraction", count / int(members.sum()), group=number, word_class=name)
         for router, labels in (("trained", groups), ("untrained", random), ("chance", chance)):
             for metric, value in compare_labels(labels, self.labels).items():
                 yield make(metric, value, router=router)
@@ -265,6 +286,21 @@ class GroupAnalysis:
                 variant=HARD, metric="class_nll_change", value=change.value, low=low, high=high, reference="base",
                 **common,
             )  # fmt: skip
+
+
+def find_distinctive(tokens: np.ndarray, members: np.ndarray, number: int) -> list[tuple[int, int, int]]:
+    """Return the tokens (N,) by which a group stands out: token, occurrences in the group, occurrences in all.
+
+    Sorted by the z-score of the log-odds ratio of group and other tokens, half an occurrence added to each (Monroe et
+    al., 2008).
+    """
+    values, index = np.unique(tokens, return_inverse=True)
+    totals, inside = np.bincount(index), np.bincount(index[members], minlength=len(values))
+    counts = [(inside, members.sum()), (totals - inside, (~members).sum())]  # of each token, of all: in and outside
+    group, rest = (np.log(n + 0.5) - np.log(size - n + 0.5) for n, size in counts)
+    scores = (group - rest) / np.sqrt(1 / (inside + 0.5) + 1 / (totals - inside + 0.5))
+    best = [i for i in np.argsort(-scores, kind="stable")[:number] if scores[i] > 0 and inside[i]]
+    return [(int(values[i]), int(inside[i]), int(totals[i])) for i in best]
 
 
 def compare_labels(groups: np.ndarray, labels: np.ndarray) -> dict[str, float]:

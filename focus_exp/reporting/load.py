@@ -28,7 +28,7 @@ from focus_exp.results.setup import setup_key
 QUICK = "quick"
 QUALITY = ("perplexity", "nll", "nll_change")
 OF_RUN = (  # facts of the comparison or single run that its rows have
-    *("run", "experiment", "seed", "started", "status", "device", "device_kind", "setup", "is_variant"),
+    *("run", "experiment", "seed", "started", "status", "device", "device_kind", "setup", "is_variant", "is_causal"),
 )
 OF_VARIANT = (  # facts of the variant's own run
     *("requested_model", "model", "data", "seq_len", "window", "num_groups", "attention", "train_tokens"),
@@ -316,7 +316,11 @@ def group_rows(rows: list[Row]) -> Iterator[Row]:
 
 def detail_rows(rows: list[Row]) -> Iterator[Row]:
     """Yield the analysis of the groups, continuations, and costs by word class."""
+    sources = {"pair_affinity": "pairs", "passage_groups": "passage"}
+    sources |= dict.fromkeys(("group_fraction", "group_purity", "class_fraction"), "word groups")
     for row in rows:
+        if row.metric in sources and (row.word_class is not None or row.metric in ("pair_affinity", "passage_groups")):
+            yield row.replace(source=sources[row.metric], variant=None)
         if row.router is not None or row.metric in ("layer_confidence", "passage_distant_density"):
             metric = f"{row.metric} {row.router}" if row.router else row.metric
             yield row.replace(source="analysis", metric=metric, variant=None)

@@ -155,7 +155,8 @@ class Entry:
     def behind(self, run: str) -> list[Row]:
         """Return the measurements whose sparsity the row reports."""
         columns = [c for c in self.spec.columns if c.name.startswith(("ppl", "speedup")) and not c.origin]
-        rows = [self.measurement(run, column) for column in columns or [Column("ppl", "PPL", {"metric": "perplexity"})]]
+        columns = columns or [Column("ppl", "PPL", {"metric": self.cells.get("metric", "perplexity")})]
+        rows = [self.measurement(run, column) for column in columns]
         unique = {(row.source, row.name, row.variant, row.phase, row.groups): row for row in rows if row}
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
 

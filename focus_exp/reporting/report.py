@@ -25,6 +25,15 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
+from focus_exp.reporting.groups import (
+    closest_layer,
+    describe_groups,
+    draw_passages,
+    groups_table,
+    latest_analyses,
+    list_pairs,
+    pairs_table,
+)
 from focus_exp.reporting.load import Results, read_yaml
 from focus_exp.reporting.pages import Tables, render
 from focus_exp.reporting.paper_tables import Column, Spec, paper_rows, paper_tables
@@ -41,6 +50,8 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
     claims = evaluate_claims(results)
     paper = {f"paper_{table.attrs['spec'].name}": table for table in paper_tables(results)}
     own = {name: make(results) for name, make in tables.OWN_TABLES.items()}
+    analyses = latest_analyses(results)
+    own |= {"groups": describe_groups(analyses), "pairs": list_pairs(analyses)}
     made = {"claims": claims, **paper, **own, "power": tables.power(claims)}
     return {name: table for name, table in made.items() if not table.empty}
 
@@ -53,6 +64,8 @@ def write_report(results: Results, folder: Path) -> dict[str, pd.DataFrame]:
     for name, text in report_files(results, content).items():
         replace_file(folder / name, text.encode())
     save_figures(report_figures(content), folder / "figures")
+    for name, drawing in draw_passages(latest_analyses(results)).items():
+        replace_file(folder / "figures" / f"{name}.svg", drawing.encode())
     return content
 
 
@@ -102,6 +115,7 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     for name, table in content.items():
         if "spec" in table.attrs and table.attrs["spec"].shown:
             parts += render_section(name, table)
+    parts += render_groups(content, draw_passages(latest_analyses(results)))
     figures = ("![Perplexity change and speedup](figures/figure1.svg)", "![Speedup by length](figures/speed.svg)")
     parts += ["### Figure 1: Perplexity and speed", " ".join(figures)]
     if "methods" in content:
@@ -238,6 +252,27 @@ def render_section(name: str, table: pd.DataFrame) -> list[str]:
     note = " ".join(filter(None, [spec.note, "; ".join(facts) + ".", f"[CSV]({name}.csv)"]))
     shown = [to_markdown(display_table(table)).strip()] if len(measured) else []
     return [f"### {spec.id}: {spec.title}", *shown, note]
+
+
+def render_groups(content: dict[str, pd.DataFrame], passages: Iterable[str]) -> list[str]:
+    """Return the groups of the layer that goes best with word classes, pairs and passages, for each router."""
+    parts = []
+    for run, groups in content.get("groups", pd.DataFrame({"run": []})).groupby("run", sort=False):
+        layer = closest_layer(groups)
+        first, router = layer.iloc[0], "causal router of this project" if layer.causal.iloc[0] else "paper's router"
+        where = f"layer {first.layer}" + ("" if pd.isna(first["head"]) else f", head {first['head']}")
+        parts += [
+            f"Groups of the {router} at {where}, the one that goes best with the word classes (all: "
+            f"[groups.csv](groups.csv); run `{run}`, {first.model}, {first.data}). A group is named by its most "
+            "frequent class; its tokens stand out by log-odds.",
+            to_markdown(groups_table(layer)).strip(),
+        ]
+    if "pairs" in content:
+        parts += [
+            "Distant pairs of one group with the highest affinity, of the run's own passage ([CSV](pairs.csv)):",
+            to_markdown(pairs_table(content["pairs"])).strip(),
+        ]
+    return [*parts, *(f"![A passage, coloured by group](figures/{name}.svg)" for name in passages)]
 
 
 def _distinct(cells: Iterable[str]) -> list[str]:

@@ -23,6 +23,7 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
+from focus_exp.reporting.groups import draw_passages, groups_by_layer, pairs_of_run
 from focus_exp.reporting.load import Results, load_run, read_log, read_yaml, select
 from focus_exp.reporting.paper_tables import BASE
 from focus_exp.results.record import RECORD, Record
@@ -41,6 +42,8 @@ def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
     title, tables = title_of(results), run_tables(results.rows)
     replace_file(run_dir / TABLE, render_run(results, tables).encode())
     save_figures({"loss_curve": loss_curves(read_log(run_dir), title)}, run_dir / "figures")
+    for name, drawing in draw_passages(results.rows).items():
+        replace_file(run_dir / "figures" / f"{name}.svg", drawing.encode())
     if record.continuations:
         replace_file(run_dir / "continuations.md", render_continuations(record.continuations, title).encode())
     if (run_dir / "adapter").is_dir():
@@ -200,6 +203,8 @@ RUN_TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
     "Speed": speed_table,
     "Routing": partial(pivot_table, source="probes", index=["variant", "phase", "step"]),
     "Groups": partial(pivot_table, source="analysis", index=["layer", "head"]),
+    "Groups by word class": groups_by_layer,
+    "Pairs": pairs_of_run,
     "Cost by word class": partial(pivot_table, source="costs", index=["variant"]),
     "Generation": partial(pivot_table, source="generation", index=["variant"]),
 }

@@ -34,7 +34,8 @@ Metrics
                assignment_overlap (same group as at the probe before); settings: phase, step
     fits       importance, importance_lost_fraction, distant_density_fit,
                groups_per_query [head]; settings: layer
-    analysis   group_fraction, group_purity, word_class_fraction,
+    analysis   group_fraction, group_purity, class_fraction (of a group's tokens), word_class_fraction (of all),
+               passage_groups (text and group of each token of a passage),
                purity, ami, router_agreement, passage_distant_density, pair_affinity, class_nll, class_nll_change
     generation continuation_nll, repetition (of runs of four tokens), agreeing_tokens, generated_tokens,
                generation_seconds, keys_read, cache_bytes

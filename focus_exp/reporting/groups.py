@@ -1,0 +1,178 @@
+"""Groups of a router (section 5): sizes, distinctive tokens, word classes, pairs, and a passage coloured by group."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+from xml.sax.saxutils import escape
+
+import pandas as pd
+
+from focus_exp.reporting.aggregate import Row
+from focus_exp.reporting.figures import COLORS
+from focus_exp.reporting.format import ABSENT, format_number, format_significant, percent
+from focus_exp.reporting.load import Results, select
+from focus_exp.reporting.paper_tables import paper_rows
+
+PLACE = ("run", "layer", "head")
+KEYS = [*PLACE, "group", "causal", "model", "data", "agreement", "word_class", "purity", "size", "tokens"]
+SHOWN_PAIRS = 10
+LINE = 100  # characters of a passage's line
+CHARACTER, HEIGHT = 7.8, 20  # of a monospaced font of 13 pixels [pixels]
+
+
+def latest_analyses(results: Results) -> list[Row]:
+    """Return the measurements of the last analysis of each kind of router, the paper's and this project's."""
+    latest = {(row.attention, row.is_causal): row.run for row in select(results.complete, {"source": "word groups"})}
+    return [row for run in latest.values() for row in results.rows_by_run[run]]
+
+
+def describe_groups(rows: list[Row]) -> pd.DataFrame:
+    """Return one row for each group of each layer.
+
+    Columns: size: fraction of the tokens; word_class, purity: the most frequent class and its fraction; tokens: the
+    most distinctive ones, each with how often the group and the text have it; the fraction of each class; agreement:
+    adjusted mutual information of the layer's groups and the classes.
+    """
+    agreement = {_place(row): row.value for row in select(rows, {"source": "analysis", "metric": "ami trained"})}
+    made: dict[Any, dict[str, Any]] = {}
+    classes: dict[str, float] = {}
+    for row in select(rows, {"source": "word groups"}):
+        cells = made.setdefault((*_place(row), row.group), {"agreement": agreement.get(_place(row)), "tokens": ""})
+        if row.metric == "class_fraction":
+            cells[row.word_class] = row.value
+            classes[row.word_class] = classes.get(row.word_class, 0.0) + row.value
+        elif row.metric == "group_purity":
+            cells["purity"] = row.value
+        else:
+            cells |= {name: getattr(row, name) for name in KEYS if getattr(row, name) is not None}
+            cells |= {"size": row.value, "causal": row.is_causal, "tokens": _list_tokens(row)}
+    return pd.DataFrame(made.values(), columns=[*KEYS, *sorted(classes, key=lambda name: -classes[name])])
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in PLACE)
+
+
+def _list_tokens(row: Row) -> str:
+    """List tokens as code, with their occurrences where the record has them."""
+    code = ["`" + (token.replace("`", "'") or " ") + "`" for token in row.tokens]
+    if row.token_counts is None:  # an early record
+        return " ".join(code)
+    counts = zip(code, row.token_counts, row.token_totals, strict=True)
+    return " ".join(f"{token} {count}/{total}" for token, count, total in counts)
+
+
+def groups_table(groups: pd.DataFrame) -> pd.DataFrame:
+    """Return groups as text: name by class, size, tokens, classes."""
+    rows = groups.to_dict("records")
+    shown: dict[str, list[str]] = {}
+    for name in ("layer", "head"):
+        if groups[name].notna().any():
+            shown[name] = [format_number(row[name], 0) for row in rows]
+    shown["group"] = [str(row["group"]) for row in rows]
+    shown["name"] = [f"{row['word_class']} ({format_number(percent(row['purity']), 0)} %)" for row in rows]
+    shown["size [%]"] = [format_number(percent(row["size"]), 1) for row in rows]
+    shown["tokens (in group/in text)"] = [row["tokens"] or ABSENT for row in rows]
+    for name in groups.columns[len(KEYS) :]:
+        shown[f"{name} [%]"] = [format_number(percent(row[name]), 0) for row in rows]
+    return pd.DataFrame(shown)
+
+
+def groups_by_layer(rows: list[Row]) -> pd.DataFrame:
+    """Return the groups of all layers of a run as text."""
+    groups = describe_groups(rows)
+    return groups_table(groups) if len(groups) else groups
+
+
+def closest_layer(groups: pd.DataFrame) -> pd.DataFrame:
+    """Return the groups of the layer, or of its head, that goes best with the word classes."""
+    best = groups.loc[groups.agreement.astype(float).idxmax()]
+    same = [(groups[name] == best[name]) | (groups[name].isna() & pd.isna(best[name])) for name in PLACE]
+    return groups[same[0] & same[1] & same[2]]
+
+
+def list_pairs(rows: list[Row]) -> pd.DataFrame:
+    """Return distant pairs of one group, of the passage, with their words and positions, highest affinity first.
+
+    Those of the paper come first; it names no layer.
+    """
+    paper = [{"run": "paper", **row} for row in paper_rows("groups_section5_pairs")]
+    unique = {(*_place(row), row.query, row.key): row for row in select(rows, {"source": "pairs"})}
+    pairs = sorted(unique.values(), key=lambda row: (row.run, -row.value))
+    kept = [[*part][:SHOWN_PAIRS] for _, part in groupby(pairs, lambda row: row.run)]
+    ours = [
+        {
+            "run": row.run, "causal": row.is_causal, "layer": row.layer, "head": row.head, "word": row.key_word,
+            "position": row.key, "other_word": row.query_word, "other_position": row.query, "affinity": row.value,
+        }
+        for part in kept for row in part
+    ]  # fmt: skip
+    columns = ["run", "causal", "layer", "head", "word", "position", "other_word", "other_position", "affinity"]
+    return pd.DataFrame([*paper, *ours] if ours else [], columns=columns)
+
+
+def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return pairs as text."""
+    rows = pairs.to_dict("records")
+    return pd.DataFrame(
+        {
+            "of": ["paper" if row["run"] == "paper" else "paper's router" if row["causal"] is False else "ours"
+                   for row in rows],
+            "layer": [format_number(row["layer"], 0) for row in rows],
+            "word": [_show_word(row["word"], row["position"]) for row in rows],
+            "later word": [_show_word(row["other_word"], row["other_position"]) for row in rows],
+            "affinity": [format_significant(row["affinity"]) for row in rows],
+        }
+    )  # fmt: skip
+
+
+def pairs_of_run(rows: list[Row]) -> pd.DataFrame:
+    """Return the pairs of a run as text, next to the paper's."""
+    pairs = list_pairs(rows)
+    return pairs_table(pairs) if len(pairs) else pairs
+
+
+def _show_word(word: str, position: float) -> str:
+    return f"`{word.strip() or repr(word)[1:-1]}` ({int(position)})"
+
+
+def draw_passages(rows: list[Row]) -> dict[str, str]:
+    """Return the passage of each run coloured by group, as SVG by name: passage, or passage_paper for the paper's."""
+    passages = select(rows, {"source": "passage"})
+    return {"passage_paper" if row.is_causal is False else "passage": draw_passage(row, rows) for row in passages}
+
+
+def draw_passage(passage: Row, rows: list[Row]) -> str:
+    """Draw the text of a passage, each token on the colour of its group, as SVG."""
+    groups = describe_groups([row for row in rows if _place(row) == _place(passage)])
+    names = {row["group"]: f"{row['group']}: {row['word_class']}" for row in groups.to_dict("records")}
+    where = f"layer {passage.layer}" + ("" if passage.head is None else f", head {passage.head}")
+    title = f"{passage.model} on {passage.data}: groups of {where}, named by their most frequent word class"
+    drawn, top = [f'<text x="8" y="20" font-weight="bold">{escape(title)}</text>'], 2 * HEIGHT
+    for number, (group, name) in enumerate(names.items()):
+        x, y = 8 + 4 * HEIGHT * CHARACTER * 0.32 * (number % 4), top + HEIGHT * (number // 4)
+        drawn.append(_draw_box(x, y, HEIGHT, group))
+        drawn.append(f'<text x="{x + HEIGHT + 6:.1f}" y="{y + 15}">{escape(name)}</text>')
+    column, y = 0, top + HEIGHT * (-(-len(names) // 4) + 1)
+    for text, group in zip(passage.token_texts, passage.token_groups, strict=True):
+        for part in text.replace("\n", "↵\n").splitlines(keepends=True):
+            shown = part.removesuffix("\n")
+            if column + len(shown) > LINE:
+                column, y = 0, y + HEIGHT
+            x, width = 8 + CHARACTER * column, CHARACTER * len(shown)
+            drawn.append(_draw_box(x, y, width, group))
+            drawn.append(
+                f'<text x="{x:.1f}" y="{y + 15}" textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs" '
+                f'xml:space="preserve">{escape(shown)}</text>'
+            )
+            column, y = (0, y + HEIGHT) if part.endswith("\n") else (column + len(shown), y)
+    size = f'width="{16 + CHARACTER * LINE:.0f}" height="{y + 2 * HEIGHT}"'
+    style = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="13"'
+    body = "\n".join(['<rect width="100%" height="100%" fill="white"/>', *drawn])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n{body}\n</svg>\n'
+
+
+def _draw_box(x: float, y: float, width: float, group: int) -> str:
+    color = COLORS[group % len(COLORS)]
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT - 1}" fill="{color}" fill-opacity="0.4"/>'
