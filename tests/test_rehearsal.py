@@ -10,8 +10,9 @@ import pytest
 
 REHEARSE = Path(__file__).parent / "rehearse.py"
 ROWS = {
-    "retrofit_124m", "speed", "decode", "speed_quality", "frontier", "long_context", "model_scale", "evaluate", "report",
-}  # fmt: skip
+    *("retrofit_124m", "speed", "decode", "speed_quality", "frontier", "long_context", "model_scale", "evaluate"),
+    "report",
+}
 
 
 @pytest.fixture(scope="session")
