@@ -35,9 +35,11 @@ SHORT = "short"  # in place of names: the rows of `make test`
 BLOCKS = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MAIN = "README: make retrofit"
 PAGES = "pages"  # pages' commands run where no others do: some are those of an experiment
-# of a page's commands, which rows do not run, and why
+PYTHON_PAGES = ("README", "own_model")
+# of a page's commands, which are no rows, and why
 SKIPPED = {
-    "make test": "runs the tests, of which this is one",
+    "make test": "runs all tests, a short rehearsal among them",
+    "make rehearse": "is what runs this",
     "make install*": "installs",
     "make lint*": "reads the code, runs none of it",
     "make slurm*": "needs SLURM, and has tests of its own",
@@ -84,18 +86,22 @@ def experiment_rows() -> Iterator[Row]:
 
 
 def suite_rows() -> Iterator[Row]:
-    """Every suite of conf/eval on a router, of a model with the positions that it asks for."""
+    """Every suite of conf/eval, on a model with positions for most of their tasks."""
+    yield Row("router", f"{RUN} +experiment=retrofit_124m model=llama2_13b eval.fit_variants=[] {BUDGET}")
     for path in sorted((ROOT / "conf" / "eval").glob("*.yaml")):
         if path.stem != "base":
-            adapter = "model=mistral_7b adapter={long_context}/adapter"
-            few = "eval.max_sequences=2 eval.limit=2 eval.long_range_limit=2"
-            yield Row(f"eval={path.stem}", f"{RUN} job=evaluate {adapter} eval={path.stem} {few} {BUDGET}")
+            adapter, few = "adapter={router}/adapter", "eval.max_sequences=2 eval.limit=2 eval.long_range_limit=2"
+            yield Row(
+                f"eval={path.stem}", f"{RUN} job=evaluate model=llama2_13b {adapter} eval={path.stem} {few} {BUDGET}"
+            )
 
 
 def page_rows() -> Iterator[Row]:
     """The commands of README and docs: as they are written, but for the budget where they are not the main job."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for language, block in BLOCKS.findall(page.read_text(encoding="utf-8")):
+            if language == "python" and page.stem in PYTHON_PAGES:
+                yield Row(f"{page.stem}: Python", f"python {page.stem}.py", PAGES)
             for line in block.splitlines() if language == "bash" else []:
                 command = line.partition(" #")[0].strip()
                 row = Row(f"{page.stem}: {command.replace(RUN, '').strip()}", command, PAGES)
@@ -138,9 +144,10 @@ def short_rows() -> Iterator[Row]:
 
 
 def all_rows() -> list[Row]:
-    rows = [*experiment_rows(), *suite_rows(), *page_rows()]
-    rows = list({row.command: row for row in reversed(rows)}.values())[::-1]
-    return [*rows, *last_rows([row.name for row in rows])]
+    rows: dict[str, Row] = {}
+    for row in (*experiment_rows(), *suite_rows(), *page_rows()):
+        rows.setdefault(row.command, row)
+    return [*rows.values(), *last_rows([row.name for row in rows.values()])]
 
 
 def choose(rows: list[Row], patterns: list[str]) -> list[Row]:
@@ -173,6 +180,10 @@ def prepare(folder: Path, root: Path) -> None:
     for language, block in BLOCKS.findall((ROOT / "docs" / "adding_a_method.md").read_text(encoding="utf-8")):
         if language != "bash":
             write(pages / block.split()[1], block)  # its first line names it
+    for page in PYTHON_PAGES:
+        place = ROOT / "README.md" if page == "README" else ROOT / "docs" / f"{page}.md"
+        code = [block for language, block in BLOCKS.findall(place.read_text(encoding="utf-8")) if language == "python"]
+        write(pages / f"{page}.py", "\n".join(code))
 
 
 def write(path: Path, text: str) -> None:
@@ -269,16 +280,22 @@ def read_record(record: Any) -> dict[str, bool]:
 
 
 def read_report(folder: Path) -> dict[str, bool]:
-    """Return the rows of the paper's tables, and whether any number of ours is in them."""
-    import pandas as pd
+    """Return the rows of the paper's tables, and whether any number of ours is in them.
 
+    Lengths of T6 that budget=rehearsal leaves out are not asked for: a CPU would take hours for a million tokens.
+    """
+    import pandas as pd
+    from omegaconf import OmegaConf
+
+    longest = max(OmegaConf.load(ROOT / "conf" / "budget" / "rehearsal.yaml").lengths)
     outcome = {}
     for path in sorted(folder.glob("paper_*.csv")):
         frame = pd.read_csv(path)
         ours = [c for c in frame if c.startswith("ours_") and not re.search("_(low|high|seeds|mask_active)$", c)]
-        for key, row in zip(frame.iloc[:, 0], frame[ours].notna().any(axis=1), strict=True):
-            if "not in the paper" not in str(key):
-                outcome[f"{path.stem.removeprefix('paper_')} {key}"] = bool(row)
+        variants = frame.get("variant", frame.iloc[:, 0]).fillna("")
+        for key, variant, filled in zip(frame.iloc[:, 0], variants, frame[ours].notna().any(axis=1), strict=True):
+            is_asked = "not in the paper" not in str(key) and not ("table6" in path.stem and key > longest)
+            outcome |= {f"{path.stem.removeprefix('paper_')} {key} {variant}": bool(filled)} if is_asked else {}
     return outcome
 
 
@@ -335,8 +352,8 @@ def main(folder: Path, patterns: list[str]) -> int:
     import hub
 
     rows = [*short_rows()] if patterns == [SHORT] else choose(all_rows(), patterns)
-    skipped = {row.command: why for row in rows for name, why in SKIPPED.items() if fnmatch(row.command, name)}
-    rows = [row for row in rows if row.command not in skipped]
+    skipped = {row.name: why for row in rows for name, why in SKIPPED.items() if fnmatch(row.name, f"*: {name}")}
+    rows = [row for row in rows if row.name not in skipped]
     began = time.monotonic()
     (folder / "logs").mkdir(parents=True)
     cache = Path(os.environ.get("FOCUS_EXP_CACHE") or Path.home() / ".cache" / "focus_exp")
@@ -351,7 +368,7 @@ def main(folder: Path, patterns: list[str]) -> int:
     table = (
         f"{format_table(rows)}\n{len(rows)} rows, {failed} failed; {minutes:.1f} minutes, {cpu:.1f} of one core.\n\n"
     )
-    table += "".join(f"Not run: `{command}`: {why}.\n" for command, why in skipped.items())
+    table += "".join(f"Not run: {name}, which {why}.\n" for name, why in skipped.items())
     write(folder / "rehearsal.md", table)
     write(folder / "rehearsal.json", json.dumps([vars(row) for row in rows], indent=1))
     print(f"\n{table}")
