@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError
+from focus_exp.jobs.run import open_wandb
 from focus_exp.reporting.check import find_stale, renew
 from focus_exp.reporting.figures import report_figures
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.pages import render_pages
 from focus_exp.reporting.report import REPORT, report_tables, verdict_table, write_report
-from focus_exp.reporting.wandb import build_workspace, log_tables, wandb_mode
+from focus_exp.reporting.wandb import build_workspace, dashboard_tables, log_tables, wandb_mode
 from focus_exp.storage import replace_file
+
+NAME = "report"  # of the W&B run of job=dashboard
 
 
 def report(config: Config) -> None:
@@ -40,24 +42,24 @@ def report(config: Config) -> None:
 
 
 def dashboard(config: Config) -> None:
-    """Log the report's tables and figures as a W&B run, and save a workspace on the server.
+    """Log the report's tables and figures as a W&B run, and save a workspace that shows them.
 
-    Needs make install-dashboard.
+    The workspace has the claims, the paper's tables and the frontier, then curves and tables of all runs. Offline it is
+    not saved; the tables are JSON files of the W&B run. Needs make install-dashboard.
     """
-    import wandb
-
     runs, entity, project = Path(config.runs_dir), config.logger.wandb_entity, config.logger.wandb_project
-    mode: Any = wandb_mode(config.logger.wandb)
-    workspace = build_workspace(entity or "", project)
-    tables = report_tables(load_results(runs, config.budget["name"]))
-    live = wandb.init(
-        project=project, entity=entity, dir=runs, mode=mode, name="report", group="report",
-        job_type="report", settings=wandb.Settings(silent=True),
-    )  # fmt: skip
-    log_tables(live, tables, report_figures(tables))
-    if mode == "online":
+    mode = wandb_mode(config.logger.wandb)
+    results = report_tables(load_results(runs, config.budget["name"]))
+    tables, figures = dashboard_tables(results), report_figures(results)
+    drawn = [name for name, figure in figures.items() if figure]
+    workspace = build_workspace(entity or "", project, list(tables), drawn)
+    live = open_wandb(config, mode, dir=runs, name=NAME, group=NAME, job_type=NAME)
+    log_tables(live, tables, figures)
+    if mode == "online" and not live.offline:
         workspace.entity = live.entity
         print(f"saved {workspace.save().url}")
     else:
         print(f"the workspace is not saved with logger.wandb={mode}. Run wandb login.")
     live.finish()
+    if live.offline:
+        print(f"{len(tables)} tables: {Path(live.dir) / 'media' / 'table'}. wandb sync uploads them.")

@@ -195,19 +195,30 @@ def make_loggers(config: Config, folder: Path) -> list[WandbLogger]:
     mode: Any = wandb_mode(config.logger.wandb)
     if mode == "disabled":
         return []
+    live = open_wandb(
+        config, mode, name=folder.relative_to(config.runs_dir).as_posix(), dir=folder, config=asdict(config),
+        **init_options(asdict(config)),
+    )  # fmt: skip
+    return [WandbLogger(experiment=live)]
+
+
+def open_wandb(config: Config, mode: Any, /, **options: Any) -> Any:
+    """Return a live W&B run; with logger.wandb=auto an offline one where the server does not answer.
+
+    Raises:
+        UserError: if it was to be online.
+    """
     import wandb
 
-    options: dict[str, Any] = {
-        "name": folder.relative_to(config.runs_dir).as_posix(), "project": config.logger.wandb_project,
-        "entity": config.logger.wandb_entity, "dir": folder, "config": asdict(config),
-        "settings": wandb.Settings(silent=True, init_timeout=WANDB_TIMEOUT), **init_options(asdict(config)),
+    options |= {
+        "project": config.logger.wandb_project, "entity": config.logger.wandb_entity,
+        "settings": wandb.Settings(silent=True, init_timeout=WANDB_TIMEOUT),
     }  # fmt: skip
     try:
-        live = wandb.init(mode=mode, **options)
+        return wandb.init(mode=mode, **options)
     except wandb.Error as error:
         if config.logger.wandb != "auto":
             raise UserError(
                 f"W&B refused the run: {first_line(error)} Run wandb login, or type logger.wandb=offline."
             ) from error
-        live = wandb.init(mode="offline", **options)
-    return [WandbLogger(experiment=live)]
+        return wandb.init(mode="offline", **options)

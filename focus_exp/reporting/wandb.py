@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from focus_exp.errors import UserError
 from focus_exp.reporting.load import Results
+from focus_exp.reporting.report import display_table, methods_table, verdict_table
 from focus_exp.reporting.run_report import RUN_TABLES, label_metric
 
 CURVES = {"loss": "loss [nats per token]", "tokens_per_second": "tokens per second"}
 PROBES = ("dominance", "dead_groups", "assignment_overlap")
-FIGURES = ("frontier", "figure1", "speed")  # of job=dashboard
+OPEN = ("Claims and the paper's tables", "Frontier")  # sections
 RUN_FIELDS = ("status", "seed", "commit", "config_hash", "device", "train_tokens", "steps", "seconds")
 SUMMARIZED = ("perplexity", "nll", "nll_change", "speedup")
 
@@ -62,8 +63,25 @@ def log_run(run: Any, results: Results, tables: Mapping[str, pd.DataFrame]) -> N
     run.summary.update(summary)
 
 
-def build_workspace(entity: str, project: str) -> Any:
-    """Return a saved view of all runs: curves, probes, tables and figures.
+def dashboard_tables(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Return the report's tables as the report shows them, by the names of its CSV files; empty ones are left out."""
+    shown = {}
+    for name, table in tables.items():
+        if name == "claims":
+            shown[name] = verdict_table(table)
+        elif name == "methods":
+            shown[name] = methods_table(table)
+        else:
+            shown[name] = display_table(table) if "spec" in table.attrs else table
+    return {name: table for name, table in shown.items() if not table.empty}
+
+
+def build_workspace(entity: str, project: str, tables: Sequence[str], figures: Sequence[str]) -> Any:
+    """Return a view of a project: the comparison tables and figures that job=dashboard logs, then curves of all runs.
+
+    Args:
+        tables: names of those that were logged, of `dashboard_tables`.
+        figures: names of those that were logged, below figures/.
 
     Raises:
         UserError: without the extra `dashboard`.
@@ -74,14 +92,24 @@ def build_workspace(entity: str, project: str) -> Any:
     except ImportError as error:
         raise UserError("job=dashboard needs wandb-workspaces. Run pip install 'focus_exp[dashboard]'.") from error
 
+    def show_tables(names: Iterable[str]) -> list[Any]:
+        return [WeavePanelSummaryTable(table_name=name, layout=Layout(w=24, h=10)) for name in names]
+
+    paper = [name for name in tables if name == "claims" or name.startswith("paper_")]
+    pictures = [
+        MediaBrowser(title=name, media_keys=[f"figures/{name}"], num_columns=1, layout=Layout(w=24, h=14))
+        for name in figures
+    ]
     sections: dict[str, list[Any]] = {
+        "Claims and the paper's tables": show_tables(paper),
+        "Frontier": [*pictures, *show_tables(name for name in tables if name == "frontier")],
         "Training": [LinePlot(title=title, y=[f"train/{key}"]) for key, title in CURVES.items()],
         "Routing": [
             LinePlot(title=label_metric(key), y=[f"probe/{key}"], metric_regex=rf"probe/.*{key}$") for key in PROBES
         ],
-        "Tables": [WeavePanelSummaryTable(table_name=name, layout=Layout(w=24, h=10)) for name in RUN_TABLES],
-        "Figures": [MediaBrowser(media_keys=[f"figures/{name}"], num_columns=2) for name in FIGURES],
+        "Runs": show_tables(RUN_TABLES),
+        "Further tables": show_tables(name for name in tables if name not in (*paper, "frontier")),
     }
-    shown = [ws.Section(name=name, panels=panels, is_open=name != "Figures") for name, panels in sections.items()]
+    shown = [ws.Section(name=name, panels=panels, is_open=name in OPEN) for name, panels in sections.items()]
     runs = ws.RunsetSettings(groupby=[ws.Metric("Group")])
-    return ws.Workspace(entity, project, "focus_exp: runs by experiment", sections=shown, runset_settings=runs)
+    return ws.Workspace(entity, project, "focus_exp: comparison tables", sections=shown, runset_settings=runs)
