@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import did_you_mean, validate_options
 from focus_exp.config import DualConfig, get_method_options
-from focus_exp.data.packing import SequenceDataset, find_bos, read_stream, write_stream
+from focus_exp.data.packing import SequenceDataset, find_prefix, read_stream, write_stream
 from focus_exp.errors import UserError
 from focus_exp.models.attach import attach, detach
 from focus_exp.training.fits import fit_attached
@@ -88,5 +88,5 @@ def draw_sequences(
         documents = ((str(number), text) for number, text in enumerate(texts))
         write_stream(Path(folder), "train", documents, tokenizer, limit=None)
         stream = read_stream(Path(folder), "train", "texts")
-        dataset = SequenceDataset(stream, seq_len, bos=find_bos(tokenizer), cross_documents=True)
+        dataset = SequenceDataset(stream, seq_len, prefix=find_prefix(tokenizer), cross_documents=True)
         return dataset.sample(count, seed + 1)
