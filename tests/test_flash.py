@@ -203,6 +203,7 @@ def test_flash_refuses_with_the_option(word):
 def test_unsupported_reason_of_flash_names_size_dtype_and_groups():
     reason, cuda = KERNELS["flash"].unsupported_reason, KernelRequirements("cuda", torch.bfloat16, 128, 8)
     assert reason(cuda) is None and reason(KernelRequirements("cpu", torch.float32, 512)) is None
+    assert "float64" in reason(KernelRequirements("cpu", torch.float64, 64))
     assert "float32" in reason(replace(cuda, dtype=torch.float32))
     assert "groups" in reason(replace(cuda, head_dim=256)) and "groups" in reason(replace(cuda, groups=128))
 

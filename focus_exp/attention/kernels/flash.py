@@ -44,7 +44,7 @@ class Flash(Backend):
         if torch.compiler.is_compiling():
             return "is not traced by torch.compile"
         if requirements.device == "cpu":
-            return None
+            return "does not take float64" if requirements.dtype == torch.float64 else None
         if reason := super().unsupported_reason(requirements) or capability_reason((8, 0)):
             return reason
         width = requirements.head_dim + requirements.groups
