@@ -50,8 +50,8 @@ TORCH_SIZE = on Linux its CUDA build comes, 3 GB to download and 6 GB on disk$(i
 
 $(STAMP): pyproject.toml constraints.txt
 	@python=$(VENV)/bin/python; $$python -c '' 2>/dev/null || python=$(PYTHON); \
-		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
-		echo "focus_exp runs on Python 3.11 to 3.14; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+		echo "focus_exp runs on Python 3.11 to 3.13 (hydra-core 1.3 does not start on 3.14); name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@$(VENV)/bin/python -c '' 2>/dev/null || { \
 		echo "creating $(VENV)"; $(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV); }
 	@{ $(RUN) pip --version || uv --version || $(RUN) ensurepip; } >/dev/null 2>&1

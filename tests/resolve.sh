@@ -11,13 +11,13 @@ trap 'rm -rf "$folder"' EXIT
 
 pythons=("$@")
 if [ $# = 0 ]; then
-	for version in 3.11 3.12 3.13 3.14; do
+	for version in 3.11 3.12 3.13; do
 		for python in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python; do
 			"$python" -c '' 2>/dev/null && pythons+=("$python") && break
 		done
 	done
 fi
-[ ${#pythons[@]} -gt 0 ] || { echo "no Python 3.11 to 3.14 here"; exit 2; }
+[ ${#pythons[@]} -gt 0 ] || { echo "no Python 3.11 to 3.13 here"; exit 2; }
 
 code=0
 for python in "${pythons[@]}"; do
