@@ -113,30 +113,55 @@ def name_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None:
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:
-    """Plot figure 1 of the paper: perplexity change against the speedup of a layer, where it was timed."""
-    rows = [row for row in table.to_dict("records") if row["ours_ppl_seeds"] and row["ours_speed_seeds"]]
+    """Plot figure 1 of the paper: perplexity change against the speedup of a layer, on one device at one length."""
+    scored = [row for row in table.to_dict("records") if row["ours_ppl_seeds"]]
+    rows = [row for row in scored if row["ours_speed_seeds"]]
     if not rows:
         return None
-    figure, ax = make_figure("Perplexity change and speedup of one attention layer (upper right is better)", 5.2)
+    figure, ax = make_figure(f"Perplexity change and speedup of one attention layer, {describe_timing(table)}", 5.6)
     changes = [row["ours_ppl_change"] if row["ours_ppl_change_seeds"] else 0.0 for row in rows]
     edge = min(20.0, max(changes) + 2)
     for row, change in zip(rows, changes, strict=True):
         causal, at = row["causal"] is not False, (row["ours_speed"], min(change, edge))
         ax.plot(*at, "o", color=COLORS[0] if causal else COLORS[1], markersize=7)
         is_top_k = row["method"].startswith("focus, k")
-        name = row["method"].removeprefix("focus, ") if is_top_k else row["variant"].replace("_", " ")
-        name += (f" ({change:+,.0f} %)" if change > edge else "") + ("" if causal else "\n(non-causal)")
+        name = (
+            name_point(row) + (f" ({change:+,.0f} %)" if change > edge else "") + ("" if causal else "\n(non-causal)")
+        )
         ax.annotate(name, at, (7, -12 if is_top_k else 5), textcoords="offset points", fontsize=9)
     base = paper_rows("figure1")[0]["ppl"]
     printed = [(row["speed"], 100 * (row["ppl"] / base - 1)) for row in paper_rows("figure1") if row["speed"]]
     ax.plot(*zip(*printed, strict=True), "s", color="0.35", markerfacecolor="none", markersize=10, label="paper")
     ax.axvline(1, color="black", linestyle=":", linewidth=1)
     ax.axhline(0, color="black", linestyle=":", linewidth=1)
-    ax.set(xlabel="speedup over full attention", ylabel="perplexity change [%]", xscale="log", xlim=(0.3, 40))
+    untimed = ", ".join(untimed_methods(table)) or "none"
+    label = "\n".join(["speedup over full attention (right is better)", "", *wrap(f"Without a time: {untimed}", 110)])
+    ax.set(xlabel=label, ylabel="perplexity change [%] (up is better)", xscale="log", xlim=(0.3, 40))
     ax.set_ylim(edge + 3, min([*changes, *(change for _, change in printed)]) - 3)
     set_ticks(ax.xaxis)
     ax.legend(frameon=False, loc="upper right")
     return figure
+
+
+def untimed_methods(table: pd.DataFrame) -> list[str]:
+    """Return the methods of figure 1 that have a perplexity and no time."""
+    untimed = table[(table.ours_ppl_seeds > 0) & (table.ours_speed_seeds == 0)]
+    return [name_point(row) for row in untimed.to_dict("records")]
+
+
+def name_point(row: dict[str, Any]) -> str:
+    """Return the variant of a row of figure 1, or its k."""
+    is_top_k = row["method"].startswith("focus, k")
+    return str(row["method"].removeprefix("focus, ") if is_top_k else row["variant"].replace("_", " "))
+
+
+def describe_timing(table: pd.DataFrame) -> str:
+    """Return device, length and commit of the times in figure 1."""
+    timed = table[table.timed_tokens.notna()]
+    if timed.empty:
+        return "not timed"
+    first = timed.iloc[-1]
+    return f"{first.timed_device_kind}, {int(first.timed_tokens):,} tokens, kernels of commit {first.timed_commit[:7]}"
 
 
 def speed_by_length(table: pd.DataFrame) -> Figure | None:

@@ -160,30 +160,29 @@ class Entry:
         unique = {(row.source, row.name, row.variant, row.phase, row.groups): row for row in rows if row}
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
 
-    def speed(self, run: str) -> Row | None:
-        """Return the speedup of one attention layer as in this run, on the same model; 1 without a mask.
+    def timings(self, run: str) -> list[Row]:
+        """Return the speedups of one layer by the last run that timed several methods on the model, at its longest.
 
-        At the length at which other methods were timed, or else at the longest.
+        One run has one device and one state of the kernels.
         """
+        fingerprint, timed = self.results.runs.model_fingerprint, list[Row]()
+        for timer, rows in self.results.rows_by_run.items():
+            if rows[0].experiment == "speed_methods" and fingerprint[timer] == fingerprint[run]:
+                timed = [row for row in select(rows, {"metric": "speedup", "clock": "attention"}) if row.value]
+        return [row for row in timed if row.tokens == max(row.tokens for row in timed)]
+
+    def speed(self, run: str) -> Row | None:
+        """Return the speedup of one attention layer as in this run; 1 without a mask."""
         behind = self.behind(run)
         if not behind or behind[0].kind in (BASE, "trained"):
             return behind[0].replace(value=1.0, low=None, high=None) if behind else None
-        fingerprint, scored = self.results.runs.model_fingerprint, behind[0]
-        timings = [
-            row for timer, rows in self.results.rows_by_run.items() if fingerprint[timer] == fingerprint[run]
-            for row in select(rows, {"metric": "speedup", "clock": "attention"}) if row.value
-        ]  # fmt: skip
-        others = [row for row in timings if row.source == "method_speed"]
-        common, timers = max((row.tokens for row in others), default=0), {row.run for row in others}
+        scored = behind[0]
         cells: dict[str, Any] = {"source": "method_speed", "method": scored.method}
         if scored.method == "focus":
             top_k = scored.top_k or 1
-            cells = {"source": "speed", "groups": scored.num_groups, "top_k": top_k}
-            cells |= {"pair_rule": scored.pair_rule, "assignment": "trained"} if top_k > 1 else {}
-        return max(
-            select(timings, cells), default=None,
-            key=lambda row: (row.tokens == common, row.tokens, row.assignment == "balanced", row.run in timers),
-        )  # fmt: skip
+            cells = {"source": "speed", "groups": scored.num_groups, "top_k": top_k, "assignment": "balanced"}
+            cells |= {"pair_rule": scored.pair_rule} if top_k > 1 else {}
+        return next(iter(select(self.timings(run), cells)), None)
 
     def row(self) -> dict[str, Any]:
         """Return the row of the table."""
@@ -204,8 +203,9 @@ class Entry:
             cells[f"{key}_seeds"] = len(values)
             if rows and rows[-1].source == "benchmarks":
                 cells[f"{key}_mask_active"] = rows[-1].mask_active
-            if column.timed and rows and rows[-1].clock:
-                cells["timed_tokens"] = rows[-1].tokens
+            if column.timed:
+                timed = next(iter(self.timings(self.runs[-1])), Row()) if self.runs else Row()
+                cells |= {f"timed_{name}": getattr(timed, name) for name in ("tokens", "device_kind", "commit")}
         return cells | self._provenance()
 
     def _provenance(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pandas.testing import assert_frame_equal
 from focus_exp.errors import UserError
 from focus_exp.reporting import tables
 from focus_exp.reporting.claims import DIFFERENT_ROUTER, VERDICTS, evaluate_claims
-from focus_exp.reporting.figures import report_figures, save_figures
+from focus_exp.reporting.figures import describe_timing, report_figures, save_figures, untimed_methods
 from focus_exp.reporting.format import (
     ABSENT,
     format_interval,
@@ -118,6 +118,12 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     parts += render_groups(content, draw_passages(latest_analyses(results)))
     figures = ("![Perplexity change and speedup](figures/figure1.svg)", "![Speedup by length](figures/speed.svg)")
     parts += ["### Figure 1: Perplexity and speed", " ".join(figures)]
+    if "paper_figure1" in content:
+        untimed = ", ".join(untimed_methods(content["paper_figure1"])) or "none"
+        parts.append(
+            f"Figure 1 has all methods with a time of one run: {describe_timing(content['paper_figure1'])}. Without a "
+            f"mask the speedup is 1. Without a time: {untimed}. [CSV](paper_figure1.csv)"
+        )
     if "methods" in content:
         parts += ["## This project's methods", to_markdown(methods_table(content["methods"])).strip()]
     parts += [
