@@ -1,10 +1,15 @@
 """Documents and their splits, token streams, packed sequences, and the order of batches."""
 
+import bz2
+import gc
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import re
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +18,7 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import make_config
@@ -212,6 +218,14 @@ def test_find_texts_existing_name_with_brackets_is_read_literally(tmp_path):
     assert find("**/a.txt") == ["br1/a.txt", "br[1]/a.txt"]
 
 
+def parquet(values: list, kind: pa.DataType, column: str = "text") -> bytes:
+    """Write a column; binary values as strings, whatever they are."""
+    array = pa.array(values, kind)
+    file = io.BytesIO()
+    pq.write_table(pa.table({column: array.view(pa.string()) if kind == pa.binary() else array}), file)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
@@ -220,6 +234,23 @@ def test_find_texts_existing_name_with_brackets_is_read_literally(tmp_path):
         ("rows.jsonl", b'{"text": 3, "body": "a", "id": 1}', ["got int", "data.text_column to body"]),
         ("rows.jsonl", b'{"text": ["a"]}', ["got list", "as a string"]),
         ("rows.jsonl", b"[1]", ["row 1", "got list"]),
+        ("rows.jsonl", b'{"text": "a"}\n' + b"[" * 9999, ["row 2", "JSON"]),
+        ("rows.jsonl", b'{"text": null}\n' * 9, ["no row has text under 'text'"]),
+        ("rows.parquet", parquet([b"\xff\xfea"], pa.binary()), ["row 1", "UTF-8"]),
+        ("rows.parquet", parquet([b"ok"] * 2000 + [b"\xff"], pa.binary()), ["row 2001", "UTF-8"]),
+        ("rows.parquet", parquet([None, None], pa.null()), ["no row has text under 'text'"]),
+        ("rows.parquet", parquet([1], pa.int64()), ["row 1", "got int"]),
+        ("rows.parquet", parquet(["a"], pa.string(), "body"), ["'text' is no column", "data.text_column to body"]),
+        ("rows.parquet", parquet(["a"], pa.string())[:-9], ["must be a Parquet file"]),
+        ("rows.parquet", b"", ["must be a Parquet file"]),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}'), ["packed with gzip"]),
+        ("notes.txt.bz2", bz2.compress(b"a text"), ["packed with bzip2"]),
+        ("notes.txt.xz", lzma.compress(b"a text"), ["packed with xz"]),
+        ("notes.txt.zst", b"\x28\xb5\x2f\xfd\x04", ["packed with zstd"]),
+        ("notes.zip", b"PK\x03\x04", ["packed with zip"]),
+        ("notes.tar", b"a.txt".ljust(257, b"\0") + b"ustar", ["packed with tar"]),
+        ("notes.txt", b"abc\xe2\x82", ["0xe2 at byte 3"]),
+        ("notes.txt", b"a" * (2**20 - 1) + b"\xe2\x82\xac" + b"\xff", [f"0xff at byte {2**20 + 2}"]),
     ],
 )
 def test_load_corpus_unreadable_file_raises(tmp_path, name, data, words):
@@ -227,6 +258,111 @@ def test_load_corpus_unreadable_file_raises(tmp_path, name, data, words):
     with pytest.raises(UserError) as error:
         load(files_config(tmp_path / "*.*"), tmp_path / "cache")
     assert all(word in str(error.value) for word in [name, *words])
+
+
+def test_find_texts_folder_and_glob_follow_links_and_end_loops(tmp_path):
+    for folder in ("texts/own", "disk/deep", "texts/.hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("texts/a", "texts/own/b", "disk/c", "disk/deep/d", "texts/.hidden/e"):
+        (tmp_path / f"{name}.txt").write_text(f"text {name}")
+    links = {"more": tmp_path / "disk", "up": tmp_path / "texts", "again": tmp_path / "texts/own"}
+    for name, target in links.items():
+        (tmp_path / "texts" / name).symlink_to(target)
+    for name in ("one", "two", "three"):  # each way around is a path of its own
+        (tmp_path / "disk/deep" / name).symlink_to(tmp_path / "disk")
+    (tmp_path / "texts/linked.txt").symlink_to(tmp_path / "disk/c.txt")  # a copy of a file
+    found = [texts.find_texts(f"{tmp_path}/texts{end}") for end in ("", "/**/*.txt", "/**")]
+    assert {file.read() for file in found[0]} == {
+        f"text {name}" for name in ("texts/a", "texts/own/b", "disk/c", "disk/deep/d")
+    }
+    assert [[file.digest for file in files] for files in found[1:]] == [[file.digest for file in found[0]]] * 2
+    assert {file.name for file in found[0]} >= {"a.txt", "own/b.txt"}
+
+
+@pytest.mark.parametrize("end", ["", "/*.txt", "/**/*.txt"])
+def test_find_texts_link_to_nothing_is_said(tmp_path, end):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"gone.txt: it cannot be read \(No such file"):
+        texts.find_texts(f"{tmp_path}{end}")
+
+
+def test_find_texts_compressed_text_next_to_others_is_said(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "backup.zip").write_bytes(b"PK\x03\x04")  # no text that was packed
+    assert [file.name for file in texts.find_texts(str(tmp_path))] == ["a.txt"]
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"another"))
+    with pytest.raises(UserError, match=r"b.txt.gz: must be text \(got a file packed with gzip"):
+        texts.find_texts(str(tmp_path))
+
+
+def split_at_once(contents: dict[str, list[str] | str]) -> dict[str, list[str]]:
+    """Split documents as `read_split` must, with all of them in memory."""
+    listed = [text for rows in contents.values() for text in (rows if isinstance(rows, list) else [rows])]
+    unique: dict[str, str] = {}
+    for text in listed:
+        if text.strip():
+            unique.setdefault(text.strip(" \t\n"), text)
+    documents = sorted(unique.values(), key=lambda text: hashlib.sha256(text.encode()).hexdigest())
+    n = max(1, len(documents) // 20)
+    return {"train": documents[2 * n :], "validation": documents[n : 2 * n], "test": documents[:n]}
+
+
+@given(
+    rows=st.lists(st.lists(st.sampled_from(["a", "b ", "b", " ", "c\n", "é", "dd", "", "e"]), max_size=30), max_size=3),
+    tokens=st.sampled_from([None, 1, 7]),
+    block=st.sampled_from([2, 3, 2**20]),
+)
+def test_read_split_of_streamed_files_is_that_of_whole_ones(tmp_path_factory, rows, tokens, block):
+    folder = tmp_path_factory.mktemp("streamed")
+    contents = {"one.txt": "a whole text\n", "two.txt": "another\r\none ", "three.txt": "thé third"}
+    for name, text in contents.items():
+        (folder / name).write_bytes(text.encode())
+    for number, some in enumerate(rows):
+        lines = "".join(
+            json.dumps({"text": f"{text}{i // 3}" if text.strip() else text}) + "\r\n\n" for i, text in enumerate(some)
+        )
+        (folder / f"{number}.jsonl").write_bytes(lines.encode())
+        contents[f"{number}.jsonl"] = [f"{text}{i // 3}" if text.strip() else text for i, text in enumerate(some)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "BLOCK", block)
+        files = texts.find_texts(f"{folder}/*")
+        order = {file.name: contents[file.name] for file in files}
+        expected = split_at_once(
+            {name: x if isinstance(x, list) else x.replace("\r\n", "\n") for name, x in order.items()}
+        )
+        found = {split: [text for _, text in texts.read_split(files, split, "text", None)] for split in corpus.SPLITS}
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_load_corpus_memory_grows_with_the_tokens_asked_for(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(texts, "BLOCK", 2**16)
+    line, peaks, tokens = "words of a document, " * 40, {}, []
+    for rows in (2_000, 20_000):
+        path = tmp_path / f"{rows}.{kind}"
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps({"text": f"{i} {line}"}) + "\n" for i in range(rows)))
+        elif kind == "parquet":
+            path.write_bytes(parquet([f"{i} {line}" for i in range(rows)], pa.string()))
+        else:
+            path.write_text("".join(f"{i} {line}\n" for i in range(rows)))
+        gc.collect()
+        tracemalloc.start()
+        found = load(files_config(path, max_train_tokens=3000, max_test_tokens=300), tmp_path / "cache")
+        peaks[rows] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        tokens.append([len(stream) for stream in (found.train, found.validation, found.test)])
+    assert tokens == [[3000, 300, 300]] * 2
+    assert (peaks[20_000] - peaks[2_000]) / 18_000 < 150  # bytes for a row of 850
+
+
+def test_read_split_cuts_a_long_document_where_no_more_tokens_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "LEAST_CHARACTERS", 50)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    found = [[*texts.read_split(texts.find_texts(str(tmp_path)), "train", tokens=tokens)] for tokens in (None, 1, 5)]
+    assert [len(text) for ((_, text),) in found] == [100, 50, 80]
 
 
 def test_load_corpus_jsonl_rows_are_documents_of_a_column(tmp_path):

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, T5Config
 
 from focus_exp import __main__ as command_line
 from focus_exp import assets
+from focus_exp.data import texts
 from focus_exp.jobs import run as run_module
 from focus_exp.models import adapter as adapter_module
 from focus_exp.models.random import byte_tokenizer
@@ -144,7 +145,7 @@ def test_unusable_text_gets_its_message(settings, expect, tmp_path, monkeypatch)
         expect(f"data.files is {place.stem}", *settings, f"data.files={place}")
     (closed := tmp_path / "closed.txt").write_text("some words")
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=denied))
+    monkeypatch.setattr(texts, "read_blocks", Mock(side_effect=denied))
     expect("data.files is unreadable", *settings, f"data.files={closed}")
 
 

@@ -157,7 +157,12 @@ def find_files(cfg: DataConfig) -> Source:
         identity |= {"column": cfg.text_column, "copies": "but for white space at their ends"}
     used = f"{cfg.files} ({len(files)} text file{'s' * (len(files) > 1)}, {rule})"
     provenance = Provenance(str(cfg.files), used, "local", revision=texts.hash_texts(files))
-    return Source(identity, lambda: (provenance, lambda split: texts.read_split(files, split, cfg.text_column)))
+
+    def read(split: str) -> Iterator[Document]:
+        tokens = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
+        return texts.read_split(files, split, cfg.text_column, tokens)
+
+    return Source(identity, lambda: (provenance, read))
 
 
 def mix(sources: dict[str, Source]) -> Source:
