@@ -119,7 +119,7 @@ def shrink(architecture: dict[str, Any], vocabulary: Vocabulary, tokens: dict[st
     prefix = "n_" if "n_head" in fields else "num_"
     heads = fields.get("num_attention_heads") or fields["n_head"]
     ratio = heads // fields.get("num_key_value_heads", heads)
-    heads = max(ratio, 4)
+    heads = ratio * -(-4 // ratio)  # at least four
     small: dict[str, Any] = {"vocab_size": -(-len(tokens) // 128) * 128 if vocabulary.padded else len(tokens)}
     if prefix == "n_":
         small |= {"n_layer": LAYERS, "n_head": heads, "n_embd": heads * HEAD_DIM}
