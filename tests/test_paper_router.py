@@ -73,6 +73,14 @@ def test_paper_table_shows_a_run_of_the_papers_router(table, experiment, cells, 
     assert set(here.causal) == {False} and set(here.steps) == {"4000"}
 
 
+def test_paper_table_7_shows_the_time_of_the_papers_router():
+    router = {"num_groups": 4, "top_k": 2, "pair_rule": "share"}
+    timing = {"source": "speed", "metric": "speedup", "clock": "attention", "assignment": "trained", "tokens": 8192}
+    quality = PPL | router | {"causal": False, "name": "focus_hard_k2_share"}
+    rows = shown("table7_topk", make_results("speed_quality", quality, timing | router | {"value": 1.5}))
+    assert rows[["ours_ppl", "ours_claimed_speedup"]].values.tolist() == [[30.5, 1.5]]
+
+
 def test_paper_table_3_shows_runs_of_lora_124m():
     row = {**PPL, "kind": "trained", "lora_rank": 16, "name": "lora_r16"}
     assert shown("table3_lora", make_results("lora_124m", row)).method.tolist() == ["lora_r16"]
