@@ -24,6 +24,7 @@ from running import attention_of
 from tiny_architectures import tiny_model as architecture
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
+from transformers.generation import utils
 
 from focus_exp import assets, attach, disable_method, set_routing
 from focus_exp import config as schema
@@ -417,6 +418,16 @@ def test_pairs_of_a_generation_are_those_of_its_prompt(tiny_model, monkeypatch, 
     with observe_selections(model, lm.pairs.observe):
         lm._model_generate(ids, ids.shape[1] + 9, ["\n\n"], attention_mask=mask)
     assert (lm.requests, lm.pairs.totals) == (2, expected.totals)
+
+
+def test_generation_of_a_sharded_model_waits_for_no_other_process(tiny_model, monkeypatch):
+    lm, asked = wrap(tiny_model("llama")), []
+    monkeypatch.setattr(utils, "_get_torch_distributed_world_size", lambda: 2)
+    monkeypatch.setattr(utils, "is_fsdp_managed_module", lambda model: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: asked.append("all_reduce"))
+    ids, mask = lm.tok_batch_encode(["some words"])
+    lm._model_generate(ids, ids.shape[1] + 3, ["\n\n"], attention_mask=mask)
+    assert asked == []
 
 
 def tokenizer_with_bos(template="<s> $A"):

@@ -1,14 +1,17 @@
 """job=plan: the formulas against known counts and against traces of the real training step."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from builders import CONF, make_config
-from hydra import initialize_config_dir
+from hydra import compose, initialize_config_dir
 from running import fitting, run, succeed
 
-from focus_exp.config import TuneConfig
+from focus_exp.checks import parse
+from focus_exp.config import TuneConfig, register_schemas
 from focus_exp.jobs import plan
+from focus_exp.jobs.compose import compose_variant
 from focus_exp.jobs.plan import GIB, GPUS, measure, plan_on, plan_run
 
 TINY = ["job=plan", "model=tiny_llama", "data.seq_len=64", "eval.seq_len=64"]
@@ -151,3 +154,28 @@ def test_plan_job_neither_downloads_nor_writes(tmp_path, monkeypatch):
 def test_plan_models_are_rows():
     result = succeed(*fitting("job=plan", "plan.models=[tiny_llama,tiny_gpt2]", "data.seq_len=64", "eval.seq_len=64"))
     assert "tiny_llama" in result.out and "tiny_gpt2" in result.out
+
+
+PAGE = CONF.parent / "docs" / "at_scale.md"
+
+
+def test_plan_numbers_of_the_page_follow_from_its_commands():
+    page = PAGE.read_text(encoding="utf-8")
+    commands = [line.partition(" #")[0].split("focus_exp ")[1] for line in page.splitlines() if "+experiment=" in line]
+    register_schemas()
+    rows = [[float(cell) for cell in re.findall(r"\| ([\d.]+) (?=\|)", line)] for line in page.splitlines()]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        items = [plan_command(command.split()) for command in commands[:4]]
+    assert [row for row in rows if row] == [
+        [item.gpus, *(float(f"{x:.3g}") for x in (item.held / GIB, sum(item.hours.values()), item.checkpoint / GIB))]
+        for item in items
+    ]
+
+
+def plan_command(overrides):
+    """Plan a command; of a comparison its variant `focus`, or the one that it chooses."""
+    config = parse(compose("config", overrides))
+    if config.job != "compare":
+        return plan_run("run", config)
+    name = config.variant or "focus"
+    return plan_run("run", compose_variant(config, name, overrides))

@@ -29,7 +29,10 @@ def blocks(text, language):
 
 COMMANDS = [
     line.partition(" #")[0].strip()
-    for page in (README, (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8"))
+    for page in (
+        README,
+        *((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("own_model.md", "at_scale.md")),
+    )
     for block in blocks(page, "bash")
     for line in block.splitlines()
 ]
@@ -47,6 +50,8 @@ def test_page_command_composes(command, tmp_path):
     if program == "make":
         assert subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True).returncode == 0
         return
+    if program == "torchrun":
+        program, arguments = "python", arguments[arguments.index("-m") :]
     module, arguments = arguments[:2], arguments[2:]
     assert (program, *module) == ("python", "-m", "focus_exp")
     if "--help" in arguments:

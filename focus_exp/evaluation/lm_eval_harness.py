@@ -217,6 +217,7 @@ class MaskedLM(HFLM):
                 stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
                 pad_token_id=self.tokenizer.pad_token_id,
                 use_cache=cache_unsupported_reason(active_methods(self.model).values()) is None,
+                synced_gpus=False,  # of a sharded model too process 0 alone generates: others would not answer
                 **options,
             )
         for prompt, mask in zip(context, attention_mask.bool(), strict=True):
