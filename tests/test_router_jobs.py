@@ -14,7 +14,7 @@ from focus_exp.models.adapter import read_description
 
 @pytest.mark.parametrize("job", ["analyze", "bench", "generate"])
 def test_job_precision_follows_a_trained_base(tmp_path, monkeypatch, job):
-    def choose(requested, accelerator, trains_base):
+    def choose(requested, accelerator, trains_base, **measured):
         raise UserError(f"trains_base={trains_base}")
 
     monkeypatch.setattr("focus_exp.jobs.run.choose_precision", choose)

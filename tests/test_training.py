@@ -1,5 +1,6 @@
 """Phases: trainable parameters, batches, schedule and precision."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -204,6 +205,21 @@ def test_choose_precision_by_request_hardware_and_training(
     assert chosen.lightning == ("bf16-mixed" if autocast else "32-true")
     with chosen.context():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+@pytest.mark.parametrize(("float32", "bfloat16"), [(1.0, 2.0), (2.0, 1.0)])
+def test_choose_precision_auto_takes_the_faster_product_once_measured(monkeypatch, tmp_path, float32, bfloat16):
+    monkeypatch.setattr(precisions, "has_native_bf16", lambda device: True)
+    measured = precisions.measure_products(64, tmp_path)
+    path = tmp_path / "matrix_products.json"
+    (key,) = json.loads(path.read_text())
+    assert json.loads(path.read_text())[key] == measured and measured.keys() == {"float32", "bfloat16"}
+    path.write_text(json.dumps({key: {"float32": float32, "bfloat16": bfloat16}}))
+    chosen = choose_precision("auto", "cpu", trains_base=False, width=64, cache=tmp_path)
+    assert chosen.weights == (torch.bfloat16 if bfloat16 < float32 else torch.float32) and "2.0" in chosen.reason
+    device = f"cpu, 1 threads, {chosen}, FSDP over 2 processes"
+    path.write_text(json.dumps({key: {"float32": bfloat16, "bfloat16": float32}}))
+    assert choose_precision("auto", "cpu", trains_base=False, width=64, cache=tmp_path, earlier=device) == chosen
 
 
 def test_missing_gpu_is_refused(monkeypatch):

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from pytorch_lightning.loggers import WandbLogger
 
-from focus_exp.assets import Provenance
+from focus_exp.assets import Provenance, cache_root
 from focus_exp.config import Config
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
@@ -35,7 +35,7 @@ from focus_exp.speed.timing import begin_peak_memory, device_name, peak_memory
 from focus_exp.storage import file_lock, remove_stale_temp, replace_file
 from focus_exp.training.distributed import is_main, strategy_name
 from focus_exp.training.phases import CHECKPOINTS
-from focus_exp.training.precision import Precision, choose_precision
+from focus_exp.training.precision import MAX_WIDTH, Precision, choose_precision
 
 WANDB_TIMEOUT = 10.0  # seconds in which a server must answer
 
@@ -172,8 +172,14 @@ def record_run(config: Config) -> Iterator[Run]:
 def new_run(config: Config) -> Run:
     """Return a run that is not on disk yet."""
     trainer = config.trainer
-    precision = choose_precision(trainer.precision, trainer.accelerator, config.recipe.trains("all"))
     count = trainer.devices * trainer.num_nodes
+    earlier = None if config.overwrite else earlier_record(config)
+    precision = choose_precision(
+        trainer.precision, trainer.accelerator, config.recipe.trains("all"),
+        width=config.model.architecture.get("hidden_size") or config.model.architecture.get("n_embd") or MAX_WIDTH,
+        cache=cache_root(config.cache_dir) if count == 1 else None,  # several processes must choose alike
+        earlier=earlier.device if earlier else "",
+    )  # fmt: skip
     processes = "" if count == 1 else f", {strategy_name(trainer)} over {count} processes"
     is_sweep = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
     record = Record(
@@ -181,7 +187,7 @@ def new_run(config: Config) -> Run:
         experiment=config.experiment,
         command=command_line(command_overrides() if is_sweep else sys.argv[1:]),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-        device=f"{device_name(precision.device)}, {precision.name} ({precision.reason}){processes}",
+        device=f"{device_name(precision.device)}, {precision}{processes}",
         seed=config.seed,
         config=json.loads(json.dumps(asdict(config))),
         config_hash=config_hash(config),
