@@ -46,7 +46,12 @@ SKIPPED = {
     "make gpu*": "needs a GPU",
 }
 # what a page leaves to its reader
-CHOICES = {"owner/name@revision": "HuggingFaceTB/SmolLM2-135M-Instruct@main", " hydra/launcher=slurm": ""}
+CHOICES = {
+    "owner/name@revision": "HuggingFaceTB/SmolLM2-135M-Instruct@main", " hydra/launcher=slurm": "",
+    " hydra.launcher.partition=gpu hydra.launcher.account=lab hydra.launcher.mem_gb=64": "",
+    "-per-node=8": "-per-node=2", "trainer.devices=8": "trainer.devices=2",
+    "trainer.batch_size=8": "trainer.batch_size=2",
+}  # fmt: skip
 # clock of each list of lengths in bench.*
 CLOCKS = {
     "lengths": "attention", "prefill_lengths": "prefill", "step_lengths": "attention step",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from builders import scored, stop_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Result, fitting, metrics_of, only_run, outcome, record_of, router_steps, run, tiny
+from running import Result, fitting, metrics_of, only_run, outcome, record_of, records_of, router_steps, run, tiny
 from safetensors.numpy import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -40,6 +40,10 @@ FINETUNE = (
     "trainer.gradient_checkpointing=true",
 )
 LORA = ("recipe=lora", "recipe.phases.lora.steps=3", *QUICK)
+SCRATCH = (
+    *("+experiment=from_scratch", "variants=[full,focus]", "recipe.steps=3", "recipe.warmup_steps=1", *QUICK),
+    "recipe.tune.factors=[0.3,1]",
+)
 STRATEGIES = {name: ("trainer.devices=2", f"trainer.strategy={name}") for name in ("ddp", "fsdp")}
 # one sequence in a batch: two batches of a step at the same time; three steps in an epoch
 SMALL_BATCHES = (*RETROFIT, *QUICK, "data.max_train_tokens=400", "trainer.batch_size=1", "trainer.accumulate=4")
@@ -170,6 +174,27 @@ def in_fixture(*case, fixture):
 def test_two_processes_equal_one(folder, request, one, job, strategy, fixture):
     assert [result.code for result in request.getfixturevalue(fixture)[f"{job}-{strategy}"]] == [0, 0]
     assert_equal(folder / f"{job}-{strategy}", one(job))
+
+
+@slow
+def test_sharded_comparison_from_scratch_equals_that_of_one_process(folder):
+    both = launch(folder, [([*tiny(folder, "scratch-two"), *SCRATCH, *STRATEGIES["fsdp"]], None)])
+    assert [results[0].code for results in both] == [0, 0]
+    assert run(*tiny(folder, "scratch-one"), *SCRATCH).code == 0
+    two, one = (losses_of_variants(folder / f"scratch-{name}") for name in ("two", "one"))
+    assert two.keys() == one.keys() and len(two) == 7  # two variants, two trials of each, and the comparison
+    for variant, losses in two.items():
+        assert losses == pytest.approx(one[variant], abs=1e-4)
+
+
+def losses_of_variants(folder):
+    """Return the losses of every run below `folder` by experiment, variant and learning rate."""
+    found = {}
+    for record in records_of(folder):
+        rate = record.config["recipe"]["phases"]["everything"]["learning_rate"]
+        rows = {row.name: row.nll for row in scored(record.measurements) if row.nll is not None}
+        found[record.experiment, record.config["variant"], rate] = rows
+    return found
 
 
 def test_only_process_zero_writes_and_prints(folder, pair):
