@@ -14,8 +14,12 @@ class UserError(Exception):
     """Bad input; the command line prints the message and exits with 2."""
 
 
-class TooLong(UserError):
-    """An input has more tokens than the model has positions; a task with one is left out."""
+class LeftOut(UserError):
+    """A task asks for what the model or its method cannot do; it is left out."""
+
+
+class TooLong(LeftOut):
+    """An input has more tokens than the model has positions."""
 
 
 class Interrupted(BaseException):

@@ -144,7 +144,7 @@ def run(model, name: str, **settings: Any) -> TaskResult:
 
 @pytest.fixture
 def measure(tiny_model, tmp_path, monkeypatch) -> Callable[..., BenchmarkEvaluator]:
-    """measure(names, **eval settings): score a tiny attached model in `tmp_path`."""
+    """measure(names, router=options, **eval settings): score a tiny attached model in `tmp_path`."""
     load_real = lm_eval_harness.load_task
 
     def load_own(name, config, cache):
@@ -153,11 +153,11 @@ def measure(tiny_model, tmp_path, monkeypatch) -> Callable[..., BenchmarkEvaluat
     monkeypatch.setattr(lm_eval_harness, "load_task", load_own)
     monkeypatch.setattr(lm_eval_harness, "check_names", lambda names: None)
 
-    def run(names, folder="benchmarks", **settings) -> BenchmarkEvaluator:
+    def run(names, folder="benchmarks", router=(), **settings) -> BenchmarkEvaluator:
         config, model = make_config(names, **settings), tiny_model("llama")
         evaluator = BenchmarkEvaluator(model, byte_tokenizer(), BLOCKS, config, PRECISION, tmp_path / folder)
         evaluator.measure_base()
-        attach_hard(model)
+        attach_hard(model, **dict(router))
         evaluator.measure_attached()
         return evaluator
 
@@ -359,6 +359,13 @@ def test_task_beyond_the_positions_is_left_out_with_a_line_and_its_reason(measur
     evaluator.warn = lines.append
     evaluator.measure_base()
     assert ["long" in lines[0], "perplexity@999" in lines[1], *("512" in line for line in lines)] == [True] * 4
+
+
+def test_generation_under_a_noncausal_router_is_left_out(measure):
+    evaluator = measure(["choice", "write"], controls=False, router={"assignment": "sinkhorn"})
+    row = find(evaluator, HARD, "write", "")
+    assert row.left_out and "non-causal" in row.error
+    assert find(evaluator, HARD, "choice", "acc").value is not None
 
 
 def test_tasks_that_all_fail_are_refused_also_next_to_one_that_is_left_out(measure):

@@ -22,7 +22,7 @@ from focus_exp.assets import cache_root
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.data.long_range import is_long_range
-from focus_exp.errors import TooLong, UserError, first_line
+from focus_exp.errors import LeftOut, TooLong, UserError, first_line
 from focus_exp.evaluation.controls import (
     BASE,
     RANDOM_GROUPS,
@@ -56,7 +56,7 @@ NO_FILTER = "none"
 PERPLEXITY = "perplexity"
 FRACTIONS = ("acc", "exact_match", "em", "f1")  # metrics between 0 and 1, whatever their items
 PRIMARY = ("acc_norm", "acc")  # shown first
-LEFT_OUT = "left_out"  # setting of a task with inputs beyond the model's positions
+LEFT_OUT = "left_out"  # setting of a task that the model or its method cannot do
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 
 
@@ -329,7 +329,7 @@ class BenchmarkEvaluator:
                 self.add(Variant(name=name, kind="control", method=method), task)
 
     def require_score(self) -> None:
-        """Raise UserError if there are tasks within the model's positions and none has a score."""
+        """Raise UserError if there are tasks that are not left out and none has a score."""
         errors = [
             m.settings["error"] for m in self.measurements if m.settings.get("error") and not m.settings.get(LEFT_OUT)
         ]
@@ -367,16 +367,16 @@ class BenchmarkEvaluator:
             result = self.run_perplexity(task, label) if is_perplexity(task) else self.run_lm_eval(task, label)
         except Exception as error:  # whatever a task's own code raises, the other tasks run
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            is_long = isinstance(error, TooLong)
+            is_left_out = isinstance(error, LeftOut)
             settings = variant.settings | {
                 "task": task,
                 "error": f"{kind}{first_line(error)}",
-                LEFT_OUT: is_long or None,
+                LEFT_OUT: is_left_out or None,
             }
             self.measurements.append(
                 Measurement(variant=variant.name, metric=f"score:{task}", value=None, settings=settings)
             )
-            if is_long:
+            if is_left_out:
                 self.warn(f"{task} is left out: {settings['error']}")
             else:
                 log.error("%s under %s failed: %s", task, variant.name, settings["error"])

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.registry import find
-from focus_exp.errors import UserError
+from focus_exp.errors import LeftOut, UserError
 from focus_exp.models.hf_cache import is_grouped, prepare_cache
 from focus_exp.models.hooks import has_values, route_hidden_states
 from focus_exp.models.methods import (
@@ -241,7 +241,7 @@ def get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Any:
 
 
 def refuse_generation(*args: Any, **kwargs: Any) -> None:  # transformers looks for the name kwargs
-    raise UserError(
+    raise LeftOut(
         "this attention is non-causal: the groups of a token depend on later tokens, so no text can be generated. Use "
         "a causal method, such as attention=focus (assignment balanced)."
     )
