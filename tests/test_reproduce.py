@@ -66,6 +66,13 @@ def test_reproduce_without_any_run_names_the_failed_tables(tmp_path):
     assert result.code == 2 and "tables failed: missing (1 of 1)" in result.err
 
 
+def test_reproduce_list_of_the_embedded_model_takes_no_other_assets(tmp_path):
+    result = run("job=reproduce", "assets=hub", f"runs_dir={tmp_path}")
+    assert result.code == 2 and "assets must be embedded" in result.err
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        assert compose_overrides(["budget=paper"]).reproduce.assets is None
+
+
 def test_reproduce_unknown_table_raises_with_suggestion(tmp_path):
     result = reproduce(tmp_path, "reproduce.only=[longest]", longer=ROUTER)
     assert result.code == 2 and "longest" in result.err and "did you mean longer?" in result.err
@@ -83,7 +90,7 @@ def test_reproduce_unknown_adapter_raises_before_any_run(tmp_path, reference):
     [
         pytest.param(name, scale, marks=() if name == scale else pytest.mark.slow)
         for name in (path.stem for path in CONF.glob("reproduce/*.yaml") if path.stem != "base")
-        for scale in ("embedded", "quick", "paper")
+        for scale in (("paper", "rehearsal") if name == "paper" else ("embedded", "quick"))
     ],
 )
 def test_lists_tables_compose(name, scale):
