@@ -107,6 +107,9 @@ def test_find_distinctive_prefers_frequent_tokens_of_one_group():
     assert find_distinctive(tokens, members, 3) == [(1, 20, 20), (2, 2, 2)]
     assert find_distinctive(tokens, members, 1) == [(1, 20, 20)]
     assert find_distinctive(tokens, np.zeros(len(tokens), bool), 3) == []
+    # all of one token stand out more than half of another
+    tokens, members = np.array([1] * 40 + [2] * 40 + [3] * 400), np.array([True] * 60 + [False] * 420)
+    assert find_distinctive(tokens, members, 2) == [(1, 40, 40), (2, 20, 40)]
 
 
 def make_group(group, metric="group_fraction", layer=0, **cells):
@@ -162,7 +165,7 @@ def test_draw_passage_colours_each_token_by_its_group():
     tops = [float(word.get("y")) for word in words]
     assert tops[0] == tops[1] == tops[2] < tops[3]
     legend = [element.text for element in drawing if element.tag.endswith("text") and not element.get("textLength")]
-    assert legend[1:] == ["0: noun", "1: verb"]
+    assert legend[2:] == ["0: noun (90 %)", "1: verb (- %)"]
 
 
 def measured(folder: Path) -> pd.DataFrame:

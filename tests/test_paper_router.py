@@ -10,9 +10,10 @@ from builders import compose_config
 
 from focus_exp.reporting.aggregate import Row
 from focus_exp.reporting.claims import Claim, evaluate_claims, keeps
-from focus_exp.reporting.load import Results, read_yaml
+from focus_exp.reporting.load import Results, load_results, read_yaml
 from focus_exp.reporting.paper_tables import BASE, Spec, paper_rows, paper_tables
 from focus_exp.reporting.report import verdict_table
+from focus_exp.results.record import Record
 
 PPL = {"source": "rows", "metric": "perplexity", "kind": "hard", "value": 30.5}
 SCORE = {"source": "benchmarks", "metric": "score", "kind": "hard", "value": 0.305, "unit": "fraction"}
@@ -225,3 +226,19 @@ def test_claim_on_gsm8k_follows_the_limit(low, high, verdict):
     cells = {"metric": "score_change", "task": "gsm8k_cot", "primary": True, "mask_active": True, "unit": "fraction"}
     row = make_change("mistral_7b_paper", low, high, dof=math.inf, **cells)
     assert verdict_of("T2.5", row, experiment="model_scale").verdict == verdict
+
+
+def save_run(folder, **config):
+    folder.mkdir(parents=True)
+    Record(status="finished", experiment="groups", steps=0 if "adapter" in config else 60, config=config).save(
+        folder / "record.json"
+    )
+
+
+@pytest.mark.parametrize(("job", "same"), [("analyze", True), ("train", False)])
+def test_load_results_run_of_an_adapter_has_its_steps(tmp_path, job, same):
+    save_run(tmp_path / "focus-seed0-abc", job=job)
+    save_run(tmp_path / "focus-seed0-def", job="analyze", adapter="runs/focus-seed0-abc/adapter")
+    runs = load_results(tmp_path).runs
+    assert runs.steps.tolist() == [60, 60]
+    assert (runs.setup.nunique() == 1) == same

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.special import xlogy
 from sklearn.metrics import adjusted_mutual_info_score
 from sklearn.metrics.cluster import contingency_matrix
 from torch import Tensor
@@ -291,15 +292,15 @@ class GroupAnalysis:
 def find_distinctive(tokens: np.ndarray, members: np.ndarray, number: int) -> list[tuple[int, int, int]]:
     """Return the tokens (N,) by which a group stands out: token, occurrences in the group, occurrences in all.
 
-    Sorted by the z-score of the log-odds ratio of group and other tokens, half an occurrence added to each (Monroe et
-    al., 2008).
+    Those that the group has more often than its size lets expect, by the log-likelihood ratio (Dunning, 1993).
     """
     values, index = np.unique(tokens, return_inverse=True)
     totals, inside = np.bincount(index), np.bincount(index[members], minlength=len(values))
-    counts = [(inside, members.sum()), (totals - inside, (~members).sum())]  # of each token, of all: in and outside
-    group, rest = (np.log(n + 0.5) - np.log(size - n + 0.5) for n, size in counts)
-    scores = (group - rest) / np.sqrt(1 / (inside + 0.5) + 1 / (totals - inside + 0.5))
-    best = [i for i in np.argsort(-scores, kind="stable")[:number] if scores[i] > 0 and inside[i]]
+    expected = totals * members.mean()
+    ratios = xlogy(inside, inside / np.maximum(expected, 1e-12))
+    ratios += xlogy(totals - inside, (totals - inside) / np.maximum(totals - expected, 1e-12))
+    ratios[inside <= expected] = 0.0
+    best = [i for i in np.argsort(-ratios, kind="stable")[:number] if ratios[i] > 0]
     return [(int(values[i]), int(inside[i]), int(totals[i])) for i in best]
 
 

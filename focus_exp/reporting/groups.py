@@ -71,12 +71,17 @@ def groups_table(groups: pd.DataFrame) -> pd.DataFrame:
         if groups[name].notna().any():
             shown[name] = [format_number(row[name], 0) for row in rows]
     shown["group"] = [str(row["group"]) for row in rows]
-    shown["name"] = [f"{row['word_class']} ({format_number(percent(row['purity']), 0)} %)" for row in rows]
+    shown["name"] = [name_group(row) for row in rows]
     shown["size [%]"] = [format_number(percent(row["size"]), 1) for row in rows]
     shown["tokens (in group/in text)"] = [row["tokens"] or ABSENT for row in rows]
     for name in groups.columns[len(KEYS) :]:
         shown[f"{name} [%]"] = [format_number(percent(row[name]), 0) for row in rows]
     return pd.DataFrame(shown)
+
+
+def name_group(row: dict[str, Any]) -> str:
+    """Return the most frequent word class of a group and its percentage."""
+    return f"{row['word_class']} ({format_number(percent(row['purity']), 0)} %)"
 
 
 def groups_by_layer(rows: list[Row]) -> pd.DataFrame:
@@ -144,17 +149,17 @@ def draw_passages(rows: list[Row]) -> dict[str, str]:
 
 
 def draw_passage(passage: Row, rows: list[Row]) -> str:
-    """Draw the text of a passage, each token on the colour of its group, as SVG."""
+    """Return an SVG of a passage's text, each token on the colour of its group."""
     groups = describe_groups([row for row in rows if _place(row) == _place(passage)])
-    names = {row["group"]: f"{row['group']}: {row['word_class']}" for row in groups.to_dict("records")}
+    names = {row["group"]: f"{row['group']}: {name_group(row)}" for row in groups.to_dict("records")}
     where = f"layer {passage.layer}" + ("" if passage.head is None else f", head {passage.head}")
-    title = f"{passage.model} on {passage.data}: groups of {where}, named by their most frequent word class"
-    drawn, top = [f'<text x="8" y="20" font-weight="bold">{escape(title)}</text>'], 2 * HEIGHT
+    titles = f"{passage.model} on {passage.data}", f"Groups of {where}, each named by its most frequent word class"
+    drawn, top = [f'<text x="8" y="{20 + HEIGHT * n}">{escape(title)}</text>' for n, title in enumerate(titles)], 54
     for number, (group, name) in enumerate(names.items()):
-        x, y = 8 + 4 * HEIGHT * CHARACTER * 0.32 * (number % 4), top + HEIGHT * (number // 4)
+        x, y = 8 + CHARACTER * LINE / 3 * (number % 3), top + HEIGHT * (number // 3)
         drawn.append(_draw_box(x, y, HEIGHT, group))
         drawn.append(f'<text x="{x + HEIGHT + 6:.1f}" y="{y + 15}">{escape(name)}</text>')
-    column, y = 0, top + HEIGHT * (-(-len(names) // 4) + 1)
+    column, y = 0, top + HEIGHT * (-(-len(names) // 3) + 1)
     for text, group in zip(passage.token_texts, passage.token_groups, strict=True):
         for part in text.replace("\n", "↵\n").splitlines(keepends=True):
             shown = part.removesuffix("\n")

@@ -101,11 +101,14 @@ def load_results(root: Path, budget: str = "") -> Results:
     folders = sorted(path.parent for path in root.rglob(RECORD))
     runs = {folder: Run(folder, folder.relative_to(root).as_posix()) for folder in folders}
     runs = {folder: run for folder, run in runs.items() if (run.facts["budget"] == QUICK) == (budget == QUICK)}
-    steps = {folder.name.rpartition("-")[2]: run.record.steps for folder, run in runs.items()}
+    trained = {folder.name.rpartition("-")[2]: run for folder, run in runs.items()}
     for run in runs.values():
         adapter = Path(run.record.config.get("adapter") or "")
-        if adapter.name == "adapter":  # of a run, whose folder ends with its hash
-            run.facts["steps"] += steps.get(adapter.parent.name.rpartition("-")[2], 0)
+        trainer = trained.get(adapter.parent.name.rpartition("-")[2])
+        if trainer and adapter.name == "adapter":  # of a run, whose folder ends with its hash
+            run.facts["steps"] += trainer.record.steps
+            if {run.record.config["job"], trainer.record.config["job"]} == {"analyze"}:  # of the same router, again
+                run.facts["setup"] = trainer.facts["setup"]
     return replace(join_runs([*runs.values()], runs), is_quick=budget == QUICK, root=root)
 
 

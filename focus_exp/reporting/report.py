@@ -270,7 +270,7 @@ def render_groups(content: dict[str, pd.DataFrame], passages: Iterable[str]) -> 
         parts += [
             f"Groups of the {router} at {where}, the one that goes best with the word classes (all: "
             f"[groups.csv](groups.csv); run `{run}`, {first.model}, {first.data}). A group is named by its most "
-            "frequent class; its tokens stand out by log-odds.",
+            "frequent class; its tokens are those that it has most above what its size lets expect.",
             to_markdown(groups_table(layer)).strip(),
         ]
     if "pairs" in content:
