@@ -110,7 +110,8 @@ def test_check_report_finds_changed_number(content, tmp_path):
 
 def test_write_report_writes_figures(published, made_once, tmp_path):
     assert len(write_report(published, tmp_path)["claims"]) == 41
-    assert {path.name for path in (tmp_path / "figures").glob("*.svg")} == {"frontier.svg", "figure1.svg", "speed.svg"}
+    drawn = {path.stem for path in (tmp_path / "figures").glob("*.svg")}
+    assert drawn == {"frontier", "figure1", "speed", "passage"}
 
 
 @pytest.mark.parametrize(
