@@ -378,31 +378,80 @@ def test_generate_training_mode_raises_its_reason(tiny_model, train_with, reason
         model.train().generate(make_tokens(1), max_new_tokens=2)
 
 
+def run_rows_alone(model, ids, mask):
+    """Return logits `[B, T, V]` of each row computed without its padding."""
+    found = torch.zeros(*ids.shape, model.config.vocab_size)
+    for row, real in enumerate(mask.bool()):
+        if real.any():
+            found[row, real] = run_at_once(model, ids[row, real][None])[0]
+    return found
+
+
 masks = st.lists(st.lists(st.booleans(), min_size=30, max_size=30), min_size=1, max_size=3)
 
 
-@given(rows=masks, rule=st.sampled_from(RULES), window=st.sampled_from([0, 5, 30]), family=st.sampled_from(FAMILIES))
+@given(
+    rows=masks, rule=st.sampled_from(RULES), window=st.sampled_from([0, 5, 30]), family=st.sampled_from(FAMILIES),
+    hard=st.booleans(), backend=st.sampled_from(["masked", "auto"]),
+)  # fmt: skip
 @settings(max_examples=25)
-def test_forward_inner_padding_sparse_path_equals_masked_path(rows, rule, window, family):
-    base, mask, ids = build(f"tiny_{family}"), torch.tensor(rows).long(), make_tokens(len(rows), 30)
-    real, expected = mask.bool(), run_at_once(base, ids, mask)
-    model = attach_focus(base, *rule, window=window, sinks=2)
-    masked = run_at_once(set_routing(model, hard=True, backend="masked"), ids, mask)
-    if window == 30:
-        torch.testing.assert_close(masked[real], expected[real], rtol=1e-4, atol=1e-5)
-    set_routing(model, hard=True, backend="auto")
+def test_forward_inner_padding_equals_rows(rows, rule, window, family, hard, backend):
+    mask, ids = torch.tensor(rows).long(), make_tokens(len(rows), 30)
+    model = attach_focus(build(f"tiny_{family}"), *rule, window=window, sinks=2, hard=hard)
+    set_routing(model, hard=hard, backend=backend)
     for method in attached_methods(model).values():
         method.sparse_from = 1
-    torch.testing.assert_close(run_at_once(model, ids, mask)[real], masked[real], rtol=1e-4, atol=1e-5)
+    real, expected = mask.bool(), run_rows_alone(model, ids, mask)
+    torch.testing.assert_close(run_at_once(model, ids, mask)[real], expected[real], rtol=1e-4, atol=1e-5)
     seen, positions = torch.ones(30, 30).tril().bool() & real[:, None], (mask.cumsum(1) - 1).clamp(min=0)
     found = model(input_ids=ids, attention_mask=seen[:, None], position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(found[real], masked[real], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("hard", [True, False])
+@pytest.mark.parametrize("backend", ["masked", "auto"])
+def test_backward_inner_padding_equals_rows(tiny_model, hard, backend):
+    model = attach_focus(tiny_model("llama"), 2, train_with="hard" if hard else "soft", hard=hard)
+    set_routing(model, hard=hard, backend=backend).train()
+    ids, mask = make_tokens(1, 30), torch.ones(1, 30, dtype=torch.long)
+    mask[0, 5:14] = mask[0, 20:22] = mask[0, 27:] = 0
+    real, found, before = mask[0].bool(), [], copy.deepcopy(model.state_dict())
+    for given_ids, given_mask in ((ids, mask), (ids[:, real], None)):
+        model.zero_grad()
+        model.load_state_dict(before)
+        positions = None if given_mask is None else (given_mask.cumsum(1) - 1).clamp(min=0)
+        out = model(input_ids=given_ids, attention_mask=given_mask, position_ids=positions, use_cache=False).logits
+        (out[:, real] if given_mask is not None else out).square().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        found.append(torch.cat([method.router.potential for method in attached_methods(model).values()]))
+    torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found[1], found[3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_second_turn_of_a_batch_with_a_cache_equals_rows(tiny_model, family):
+    """Prompts padded on the right, answers whose ends are masked, and the next prompts."""
+    changes = {"sliding_window": 200} if family == "mistral" else {}
+    model, ids = attach_focus(tiny_model(family, **changes)), make_tokens(2, 50)
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[0, 12:18] = mask[1, 17:18] = 0
+    cache = None
+    for begin, end in ((0, 18), (18, 19), (19, 26), (26, 40), (40, 41), (41, 50)):
+        if begin == 26:
+            mask[0, 21:26] = 0
+        found, cache = run_in_chunks(model, ids[:, begin:end], [end - begin], mask[:, :end], cache)
+        expected = run_rows_alone(model, ids[:, :end], mask[:, :end])[:, begin:]
+        real = mask[:, begin:end].bool()
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+    without_mask = model(input_ids=ids[:, :1], past_key_values=cache, position_ids=mask.sum(1, keepdim=True)).logits
+    expected = run_rows_alone(model, torch.cat([ids, ids[:, :1]], 1), torch.cat([mask, mask[:, -1:]], 1))
+    torch.testing.assert_close(without_mask[1], expected[1, -1:], rtol=1e-4, atol=1e-5)  # it hides nothing of row 0
 
 
 def test_compile_inner_padding_is_one_graph(tiny_model):
     model, ids, mask = attach_focus(tiny_model("llama"), 1), make_tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[0, :3] = mask[0, 9:20] = mask[1, 25:] = 0
-    expected, real = run_at_once(model, ids, mask), mask.bool()
+    expected, real = run_rows_alone(model, ids, mask), mask.bool()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(run_at_once(compiled, ids, mask)[real], expected[real], rtol=1e-4, atol=1e-5)
@@ -443,7 +492,7 @@ def test_deepcopied_cache_continues(tiny_model):
 
 @given(data=st.data(), rule=st.sampled_from(RULES[:3]), window=st.integers(0, 9), sinks=st.integers(0, 3))
 @settings(max_examples=30)
-def test_cache_any_history_equals_one_pass(data, rule, window, sinks):
+def test_cache_any_history_equals_rows(data, rule, window, sinks):
     """Chunks with padding anywhere, tokens hidden by a later mask, crops, beams, resets."""
     family = data.draw(st.sampled_from(["gpt2", "llama", "mistral"]))
     with torch.random.fork_rng(devices=[]):
@@ -492,7 +541,7 @@ def test_cache_any_history_equals_one_pass(data, rule, window, sinks):
                 use_cache=True,
             )  # fmt: skip
         cache, real = out.past_key_values, new.bool()
-        expected = run_at_once(model, ids, mask)[:, past:]
+        expected = run_rows_alone(model, ids, mask)[:, past:]
         torch.testing.assert_close(out.logits[real], expected[real], rtol=1e-4, atol=1e-5)
         assert cache.layers[0].keys.shape[2] == ids.shape[1]
     assert torch.isfinite(out.logits).all()

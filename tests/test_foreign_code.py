@@ -186,3 +186,15 @@ def test_attach_shared_composite_config_is_copied_whole():
     assert second.config is config and config.text_config._attn_implementation == before != "focus_exp"
     detach(first)
     assert first.config.to_dict() == config.to_dict() and first.config.text_config._attn_implementation == before
+
+
+def test_attach_layer_at_two_depths_raises(tiny_model):
+    model = tiny_model("llama")
+    model.model.layers[1] = model.model.layers[0]
+    expected = compute_logits(model)
+    with pytest.raises(UserError, match=r"one attention layer at several depths \(layers \[0\]\)"):
+        attach_focus(model)
+    assert torch.equal(compute_logits(model), expected)
+    model = tiny_model("llama")
+    model.alias = model.model  # the same layers by another name run once
+    attach_focus(model)

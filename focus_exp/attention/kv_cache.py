@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.dense import masked_attention
@@ -21,6 +22,7 @@ from focus_exp.attention.selection import (
     fold_heads,
     for_each_head,
     groups_overlap,
+    has_gaps,
     is_local_or_sink,
     row_blocks,
 )
@@ -38,6 +40,7 @@ class GroupedCache:
     Attributes:
         length: tokens appended, padding included.
         start: `(B,)` int, where the sequence of each row's last token begins.
+        valid: `(B, length)` bool, False on padding; None without.
         pairs_read: by the last `attend`, per key/value head.
     """
 
@@ -49,6 +52,7 @@ class GroupedCache:
         self.heads = 1  # key/value heads with groups of their own
         self.length = 0
         self.start: Tensor | None = None
+        self.valid: Tensor | None = None
         self.placed = -1  # position of a token that `attend_token` has stored, but not counted yet
         self.slots: Tensor | None = None  # its buckets `(R,)`, -1 where the pool has no place for it
         self.pairs_read = 0
@@ -67,6 +71,8 @@ class GroupedCache:
         if self.count_stored_token(k.shape[2], sequence):
             return
         start = sequence.start[:, -1] + self.length
+        if self.valid is not None or sequence.valid is not None:
+            self.valid = torch.cat([self.valid_tokens(start), sequence.valid_or_all()], 1)
         selection, sequence, self.heads = fold_heads(selection, sequence)
         if self.heads > 1:
             k, v = (x.unflatten(1, (self.heads, -1)).flatten(0, 1) for x in (k, v))
@@ -81,6 +87,8 @@ class GroupedCache:
         slots, self.slots = self.slots, None
         if int(slots.min()) < 0:
             return False
+        if self.valid is not None:
+            self.valid = F.pad(self.valid, (0, 1), value=True)
         self.pool.table.numpy()[slots.numpy(), 3] += 1  # a tenth of the time of torch's index_put_
         self.start = sequence.start[:, -1] + self.length
         self.length += 1
@@ -104,6 +112,27 @@ class GroupedCache:
             self.local.write(self.length + recent.start, local)
         self.pool.append(tokens, pooled)
         self.length += count
+
+    def valid_tokens(self, start: Tensor) -> Tensor:
+        """Return `valid`, all True where there is no padding; `start` is `(B,)`."""
+        return start.new_ones(len(start), self.length, dtype=torch.bool) if self.valid is None else self.valid
+
+    def positions(self, count: int, mask: Tensor | None = None) -> Tensor | None:
+        """Return the position of each token before `count` new ones and of these: see `Sequence`.
+
+        mask: `(B or 1, 1, n, length + n)` bool, which may hide cached tokens.
+        """
+        if self.start is None or (self.valid is None and mask is None):
+            return None
+        past, new = self.valid_tokens(self.start), None
+        if mask is not None:
+            new = mask[:, 0].diagonal(self.length, 1, 2)
+            row = new.byte().argmax(1)[:, None, None].expand(-1, 1, self.length)  # of the first token
+            seen = mask[:, 0, :, : self.length].gather(1, row)[:, 0]
+            past = past & (seen | (seen.cumsum(1) == 0))  # before what it sees, its mask may be of a sliding layer
+        new = past.new_ones(len(past), count) if new is None else new
+        valid = torch.cat([past, new.expand(len(past), -1)], 1)
+        return valid.cumsum(1) - valid.long() if bool(has_gaps(valid)) else None
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """Return k, v `(B, G, length, D)`, zeros at padding."""
@@ -158,6 +187,8 @@ class GroupedCache:
         """Tell whether the CPU kernel serves: one token a row, which sees the whole local buffer."""
         assert self.local is not None
         if q.shape[2] > 1 or q.device.type != "cpu" or q.dtype not in DTYPES or sequence.allowed is not None:
+            return False
+        if sequence.position is not None:
             return False
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return False
@@ -220,17 +251,22 @@ class GroupedCache:
         Those within the window of the first new token are in the local buffer, and not kept here.
         """
         assert self.pool is not None
-        if selection.query_groups is None:
+        if selection.query_groups is None and sequence.position is None:
             return
-        reads = selection.query_groups[row, block]
-        members = self.pool.groups.to(reads.device)
-        readers = groups_overlap(reads, members)  # (t, buckets)
-        is_read = readers.any(0).tolist()
+        members = self.pool.groups.to(sequence.start.device)
+        readers = members.new_zeros(block.stop - block.start, len(members))  # (t, buckets)
+        if selection.query_groups is not None:
+            readers = groups_overlap(selection.query_groups[row, block], members)
+        # of distances by position, any bucket may hold sinks and keys in the window
+        is_read = (readers.any(0) | (sequence.position is not None)).tolist()
         for number, (owner, begin, _, count) in enumerate(self.pool.table.tolist()):
             if owner != row or not is_read[number]:
                 continue
             keys, values, index = (x[begin : begin + count] for x in self.pool.tensors)
-            keep = readers[:, number, None] & (index < self.length - self.window)
+            keep = readers[:, number, None]
+            if sequence.position is not None:
+                keep = keep | self.local_by_position(index[None], block, sequence, slice(row, row + 1))[0]
+            keep = keep & (index < self.length - self.window)
             if sequence.allowed is not None:
                 keep = keep & sequence.allowed[row if len(sequence.allowed) > 1 else 0, 0, block][:, index]
             yield keys, values, keep
@@ -255,6 +291,8 @@ class GroupedCache:
         i = torch.arange(rows.start, rows.stop, device=start.device)[:, None] + self.length
         j = index[:, None]
         keep = is_local_or_sink(i, j, start, self.window, self.sinks)
+        if sequence.position is not None:
+            keep = self.local_by_position(index, rows, sequence)
         if selection.query_groups is not None:
             keep = keep | groups_overlap(selection.query_groups[:, rows], members)
         if allowed is not None:
@@ -267,12 +305,21 @@ class GroupedCache:
                 keep = keep & ((index < self.length) | valid)[:, None]
         return (keep & (j >= 0)) | (i == j)
 
+    def local_by_position(self, index: Tensor, block: slice, sequence: Sequence, rows: slice = slice(None)) -> Tensor:
+        """Return `(R, t, s)` bool, whether keys at `index` `(R, s)` are local or sinks, counting valid tokens alone."""
+        assert sequence.position is not None
+        position, start = sequence.position[rows], sequence.start[rows, block] + self.length
+        i = position[:, self.length :][:, block, None]
+        j = position.gather(1, index.clamp(min=0))[:, None]
+        return is_local_or_sink(i, j, position.gather(1, start)[..., None], self.window, self.sinks)
+
     def reorder_rows(self, rows: Tensor) -> None:
         """Keep the sequences `rows` in this order, as beam search does; one may be repeated."""
         if self.local is None or self.pool is None or self.start is None:
             return
         rows, self.placed, self.slots = rows.to(self.start.device), -1, None
         self.start = self.start[rows]
+        self.valid = None if self.valid is None else self.valid[rows]
         rows = (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
         self.local.reorder_rows(rows)
         self.pool.reorder_rows(rows.tolist())
@@ -281,6 +328,7 @@ class GroupedCache:
         """Drop the tokens from position `length` on; the window is then refilled from the pool."""
         length = max(0, min(self.length, length))
         self.length, self.placed = length, -1
+        self.valid = None if self.valid is None else self.valid[:, :length]
         if self.local is None or self.pool is None or self.start is None:
             return
         self.start = self.start.clamp(max=length)

@@ -21,16 +21,22 @@ class Sequence:
 
     Attributes:
         start: `(B, T)` int, index of the first token of each token's own sequence, see `sequence_starts`.
-        valid: `(B, T)` bool, False on padding; None without. Between tokens, windows and sinks count it.
+        valid: `(B, T)` bool, False on padding; None without.
         allowed: `(B or 1, 1, T, T)` bool, the base model's mask where it is more than causality and padding (sliding
             layers, chunks, packed sequences); else None.
         reach: a query i sees the keys j with i - j < reach, and `allowed` says no more; else None.
+        order: `(B, T)` int, padding first, where there is some between tokens; else None. compact: in that order.
+        position: `(B, past + T)` int, the valid tokens before each token, cached ones included, where padding between
+            them makes that another distance; else None.
     """
 
     start: Tensor
     valid: Tensor | None = None
     allowed: Tensor | None = None
     reach: int | None = None
+    order: Tensor | None = None
+    compact: Sequence | None = None
+    position: Tensor | None = None
 
     @staticmethod
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
@@ -41,6 +47,16 @@ class Sequence:
     def last_start(self) -> int:
         """Index at which the last sequence starts; cached, so that only the first layer waits for the device."""
         return int(self.start.max())
+
+    def reorder(self, order: Tensor) -> Sequence:
+        """Put the tokens in an order `(B, T)` with padding first: windows and sinks then count the others alone."""
+        assert self.valid is not None
+        valid, allowed = self.valid.gather(1, order), self.allowed
+        if allowed is not None:
+            allowed = allowed.expand(len(valid), -1, -1, -1)
+            allowed = reorder(reorder(allowed, order, 2), order, 3)
+        first = (valid[:, None] if allowed is None else allowed[:, 0]).byte().argmax(-1).expand_as(valid)
+        return Sequence(sequence_starts(first), valid, allowed)
 
     @property
     def mask(self) -> Tensor | None:
@@ -53,12 +69,12 @@ class Sequence:
 
     def repeat_rows(self, times: int) -> Sequence:
         """Repeat every row `times` times, one after the other."""
-        start, valid, allowed = (
+        start, valid, allowed, position = (
             x if x is None or len(x) < len(self.start) else x.repeat_interleave(times, 0)
-            for x in (self.start, self.valid, self.allowed)
+            for x in (self.start, self.valid, self.allowed, self.position)
         )
         assert start is not None
-        return Sequence(start, valid, allowed, self.reach)
+        return Sequence(start, valid, allowed, self.reach, position=position)
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,12 @@ class Selection:
     key_assignment: Tensor | None = None
     max_groups: tuple[int, int] | None = None
     is_nested: bool = False
+
+    def reorder(self, order: Tensor) -> Selection:
+        """Return the selection with its tokens in an order `(B, T)`."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        changed: dict[str, Any] = {name: reorder(x, order, x.ndim - 2) for name, x in tensors.items()}
+        return replace(self, **changed)
 
     @property
     def is_soft(self) -> bool:
@@ -185,6 +207,20 @@ def mark_band(mask: Tensor) -> None:
 def band_reach(mask: Tensor | None) -> int | None:
     """Return what `mark_band` found; None elsewhere."""
     return getattr(mask, "reach", None)
+
+
+def has_gaps(valid: Tensor) -> Tensor:
+    """Return, as a bool tensor, whether any row of `valid` `(B, T)` has padding between tokens."""
+    begins = valid & ~F.pad(valid[:, :-1], (1, 0))
+    return (begins.sum(1) > 1).any()
+
+
+def reorder(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
+    """Put dimension `dim` of x `(B, ...)` in an order `(B, T)`, each row in its own."""
+    if order is None:
+        return x
+    shape = [len(order) if i == 0 else order.shape[1] if i == dim else 1 for i in range(x.ndim)]
+    return x.gather(dim, order.view(shape).expand_as(x))
 
 
 def sequence_starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:

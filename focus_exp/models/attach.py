@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -89,6 +91,7 @@ def attach(
         built = {index: method_class.create(layer_shape(model, modules[index], index), **options) for index in indices}
     except ValueError as error:
         raise UserError(f"attention method {method!r}: {error}") from None
+    check_unshared(model, modules)
     names = {index: check_forward(modules[index]) for index in indices}
 
     decoder = model.get_decoder()
@@ -158,6 +161,21 @@ def layer_shape(model: PreTrainedModel, module: nn.Module, index: int) -> LayerS
         raise UserError(f"{type(config).__name__} has no num_attention_heads or no hidden_size")
     kv_heads = heads // getattr(module, "num_key_value_groups", 1)
     return LayerShape(width, heads, getattr(module, "head_dim", None) or width // heads, index, kv_heads)
+
+
+def check_unshared(model: nn.Module, modules: dict[int, nn.Module]) -> None:
+    """Raise UserError for a layer that the model runs at several depths."""
+    numbers = {module: index for index, module in modules.items()}
+    places = [
+        (number, re.sub(r"\d+", "", name))
+        for name, module in model.named_modules(remove_duplicate=False)
+        if (number := numbers.get(module)) is not None
+    ]
+    if shared := sorted(number for (number, _), count in Counter(places).items() if count > 1):
+        raise UserError(
+            f"{type(model).__name__} runs one attention layer at several depths (layers {shared}), which attached "
+            "methods do not support. Copy the layer for each."
+        )
 
 
 def check_forward(module: nn.Module) -> tuple[str, ...]:

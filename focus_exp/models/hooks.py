@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,16 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.dense import full_attention
 from focus_exp.attention.kernels import BackendUnsupported
 from focus_exp.attention.kv_cache import GroupedCache
-from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, band_reach, mark_band, sequence_starts
+from focus_exp.attention.selection import (
+    AttentionArgs,
+    Selection,
+    Sequence,
+    band_reach,
+    has_gaps,
+    mark_band,
+    reorder,
+    sequence_starts,
+)
 from focus_exp.errors import UserError
 from focus_exp.models.hf_cache import FocusLayer, find_layer, run_eagerly
 from focus_exp.models.methods import IMPLEMENTATION, get_method
@@ -67,16 +76,20 @@ def make_layer_mask(
     # an unfilled sliding window or chunk has no effect
     is_needed = local_size is not None and kv_length >= local_size
     # in a preallocated cache only a full mask tells which keys are tokens
+    mask: Tensor | None
     is_needed_by_cache = isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length
     is_needed = is_needed or is_needed_by_cache
     if allow_is_causal_skip and not is_needed and (local_size is not None or mask_function is causal_mask_function):
         padding: Tensor | None = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         if padding is None or is_all_true(padding := padding[:, kv_offset : kv_offset + kv_length]):
             return None
-        return padding.bool()[:, None, None].expand(batch_size, 1, 1, kv_length)
+        mask = padding.bool()[:, None, None].expand(batch_size, 1, 1, kv_length)
+        if has_values(mask):
+            mask.has_gaps = bool(has_gaps(padding))  # type: ignore[attr-defined]  # once for all layers
+        return mask
     if "allow_is_bidirectional_skip" in options:  # of layers that attend to an encoder
         options["allow_is_bidirectional_skip"] = False
-    mask: Tensor | None = sdpa_mask(
+    mask = sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
         allow_is_causal_skip=False, **options,
     )  # fmt: skip
@@ -135,8 +148,14 @@ def route_hidden_states(
         method.path = "full"
         return None
     sequence = describe_sequence(h, mask)
-    selection = method("route", h, sequence)
+    selection = route(method, h, sequence)
     return args, kwargs | {"routed": AttentionContext(sequence, selection, mask, None, 0, frozenset(given))}
+
+
+def route(method: AttentionMethod, h: Tensor, sequence: Sequence) -> Selection:
+    """Route hidden states `[B, T, E]`, padding between tokens before them: the selection is in that order, too."""
+    selection: Selection = method("route", reorder(h, sequence.order, 1), sequence.compact or sequence)
+    return selection
 
 
 @run_eagerly
@@ -147,7 +166,7 @@ def route_cached(
     cache = layer.grouped
     layer.expected = True
     sequence = describe_sequence(h, mask, cache)
-    return AttentionContext(sequence, method("route", h, sequence), mask, cache, cache.length, given)
+    return AttentionContext(sequence, route(method, h, sequence), mask, cache, cache.length, given)
 
 
 def describe_sequence(h: Tensor, mask: Any, cache: GroupedCache | None = None) -> Sequence:
@@ -162,21 +181,40 @@ def describe_sequence(h: Tensor, mask: Any, cache: GroupedCache | None = None) -
         before = cache.start[:, None]
     mask = normalize_mask(mask)
     if mask is None:
-        return Sequence(start=(before - past).expand(batch, length))
+        position = None if cache is None else cache.positions(length)
+        return Sequence(start=(before - past).expand(batch, length), position=position)
     if not past and (reach := band_reach(mask)):
         return Sequence(before.expand(batch, length), allowed=mask, reach=reach)
     if mask.shape[-1] < past + length or mask.shape[0] not in (1, batch):
         raise UserError(f"attention_mask must have {past + length} columns, past and new (got {mask.shape[-1]}).")
+    gaps = getattr(mask, "has_gaps", None)
     mask = mask[..., : past + length]  # that of a preallocated cache is wider
     if past and mask.shape[2] != length:  # it may hide cached tokens
         mask = mask & torch.ones_like(mask[..., :1, :]).expand(-1, -1, length, -1).tril(past)
     first = mask[:, 0].byte().argmax(-1).expand(batch, length)
     start = sequence_starts(first, past, before) - past
-    if mask.shape[2] != length:  # padding alone
-        return Sequence(start, valid=mask[:, 0, 0].expand(batch, length))
-    check_causal(mask, past)
-    valid = mask[:, 0].diagonal(past, 1, 2).expand(batch, length)
-    return Sequence(start, valid=None if is_all_true(valid) else valid, allowed=mask)
+    allowed = None if mask.shape[2] != length else mask
+    if allowed is not None:
+        check_causal(mask, past)
+    valid = (mask[:, 0, 0] if allowed is None else mask[:, 0].diagonal(past, 1, 2)).expand(batch, length)
+    if allowed is not None and is_all_true(valid):
+        valid = None
+    if past and cache is not None:
+        return Sequence(start, valid, allowed, position=cache.positions(length, mask))
+    sequence, order = Sequence(start, valid, allowed), find_order(valid, gaps)
+    return sequence if order is None else replace(sequence, order=order, compact=sequence.reorder(order))
+
+
+def find_order(valid: Tensor | None, gaps: bool | None) -> Tensor | None:
+    """Return an order `[B, T]` with padding first, where there is some between tokens; `gaps` where that is known.
+
+    While compiling it is not known, and the order is that of any padding.
+    """
+    if valid is None or valid.is_meta or gaps is False:
+        return None
+    if gaps is None and has_values(valid) and not bool(has_gaps(valid)):
+        return None
+    return valid.byte().argsort(dim=1, stable=True)
 
 
 def routed_attention(
@@ -245,13 +283,15 @@ def attend_all(
     args: AttentionArgs,
 ) -> Tensor:
     """Compute an attached layer for sequences without tokens in a cache."""
+    order, sequence = sequence.order, sequence.compact or sequence
+    q, k, v = (reorder(x, order, 2) for x in (q, k, v))
     try:
         out = method("attend", q, k, v, selection, sequence, args)
     except BackendUnsupported as error:
         raise UserError(str(error)) from None
     for observer in method.observers:  # only now, because some methods choose their pairs while they attend
         observer(method.shape.index, method, selection, sequence)
-    return out
+    return out if order is None else reorder(out, order.argsort(1), 2)
 
 
 @run_eagerly
@@ -270,6 +310,8 @@ def attend_cached(
         out = cache.attend(q, k, v, selection, sequence, args)
     else:
         out = attend_all(method, q, k, v, selection, sequence, args)
+        if sequence.order is not None:
+            selection = selection.reorder(sequence.order.argsort(1))
     cache.append(k, v, selection, sequence)
     return out
 
