@@ -88,6 +88,7 @@ def experiment_rows() -> Iterator[Row]:
     names = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
     for name in sorted(names, key=lambda name: LONG.index(name) if name in LONG else len(LONG)):
         yield Row(name, f"{RUN} +experiment={name} {BUDGET}")
+    yield Row("lora_124m, rank 16", f"{RUN} +experiment=lora_124m recipe.lora.rank=16 {BUDGET}")  # T3 has both
 
 
 def suite_rows() -> Iterator[Row]:
