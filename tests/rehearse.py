@@ -140,7 +140,7 @@ def short_rows() -> Iterator[Row]:
         "speed": "+experiment=speed bench.lengths=[1024]",
         "decode": "+experiment=decode bench.lengths=[1024]",
         "speed_quality": "+experiment=speed_quality bench.lengths=[1024]",
-        "frontier": "+experiment=frontier variants=[dual_20,window]",
+        "frontier": "+experiment=frontier variants=[dual_20]",
         "long_context": "+experiment=long_context variants=[paper_k_2]",
         "model_scale": "+experiment=model_scale variants=[mistral_7b,gpt2_774m_paper] eval.limit=1",
         "evaluate": f"job=evaluate {adapter} eval.tasks=[perplexity@512,perplexity@4096] eval.max_sequences=2",
