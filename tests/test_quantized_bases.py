@@ -10,6 +10,7 @@ from focus_exp import UserError, attach, detach, freeze, load_adapter, save_adap
 from focus_exp.models import self_check
 from focus_exp.models.attach import REPACKS
 from focus_exp.models.load import fingerprint
+from focus_exp.models.methods import find_device
 
 OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
 
@@ -137,6 +138,25 @@ def test_load_adapter_quantized_base_and_back(tiny_model, tmp_path, kind):
     again = load_adapter(quantized(), save_adapter(model, tmp_path / "again"))
     assert torch.equal(compute_logits(again), compute_logits(model))
     load_adapter(tiny_model("llama"), tmp_path / "again", check_base=False)
+
+
+def test_attach_keeps_layers_from_repacking_until_detach(tiny_model):
+    """Layers with the attribute of bitsandbytes' 4-bit ones, which need not be installed."""
+    model = tiny_model("llama")
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for layer in layers:
+        setattr(layer, REPACKS, True)
+    attach_focus(model)
+    assert not any(getattr(layer, REPACKS) for layer in layers)
+    detach(model)
+    assert layers and all(getattr(layer, REPACKS) for layer in layers)
+
+
+def test_find_device_is_that_of_buffers_where_a_layer_has_no_parameters():
+    packed = nn.Module()
+    packed.register_buffer("qweight", torch.zeros(1, device="meta"))
+    assert find_device(packed, nn.Linear(1, 1)).type == "meta"
+    assert find_device(nn.Module(), nn.Linear(1, 1)).type == "cpu"
 
 
 def test_attach_finds_the_device_of_layers_with_buffers_alone(tiny_model):

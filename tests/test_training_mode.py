@@ -77,3 +77,10 @@ def test_peft_modules_to_save_router_gets_gradients(tiny_model):
     wrapped.train()(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
     names = [name for name, p in wrapped.named_parameters() if "router.modules_to_save" in name and p.grad is not None]
     assert len(names) == 4
+
+
+def test_attach_in_training_mode_is_checked_without_dropout(tiny_model, monkeypatch):
+    monkeypatch.setattr(self_check, "VERIFIED", set())
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    attach(model, **OPTIONS)
+    assert all(module.training for module in model.modules())
