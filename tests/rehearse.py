@@ -353,7 +353,7 @@ def import_all() -> None:
 
 def main(folder: Path, patterns: list[str]) -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     os.environ.setdefault("WANDB_MODE", "offline")
     import hub
 
