@@ -142,8 +142,9 @@ def grouped_caches(cache):
     return [layer.grouped for layer in cache.layers if isinstance(layer, FocusLayer)]
 
 
-def test_cache_layer_without_method_keeps_all_tokens(tiny_model):
-    model, ids = attach_focus(tiny_model("llama"), layers=[1]), make_tokens()
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # the layers of the latter slide
+def test_cache_layer_without_method_keeps_all_tokens(tiny_model, family):
+    model, ids = attach_focus(tiny_model(family), layers=[1]), make_tokens()
     found, cache = run_in_chunks(model, ids, [9, 5] + [1] * 26)
     torch.testing.assert_close(found, run_at_once(model, ids), rtol=1e-4, atol=1e-5)
     assert len(grouped_caches(cache)) == 1 and cache.layers[0].keys.shape[2] == 40
