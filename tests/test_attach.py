@@ -184,3 +184,15 @@ def test_bad_call_raises_user_error(tiny_model, attached):
     for use in unrouted:
         with pytest.raises(UserError, match="no attention method attached"):
             use(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_attach_routers_stay_in_float32(tiny_model, default):
+    model, before = tiny_model("llama", torch.bfloat16), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        attach(model)
+    finally:
+        torch.set_default_dtype(before)
+    model.half()
+    assert {p.dtype for method in attached_methods(model).values() for p in method.parameters()} == {torch.float32}
