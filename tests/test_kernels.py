@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from problems import Problem, random_assignment, random_sequence
 from torch import Tensor
 
-from focus_exp import UserError, attach, set_routing
+from focus_exp import attach, set_routing
 from focus_exp.attention.base import SPARSE_FROM
 from focus_exp.attention.dense import blocked_attention, masked_attention
 from focus_exp.attention.kernels import KERNELS, KernelRequirements, gpu_sparse, select_backends
@@ -166,18 +166,19 @@ def test_unsupported_reason_names_device_dtype_and_size():
 
 @needs_kernel
 @pytest.mark.parametrize("backend", ["auto", "cpu"])
-def test_padding_between_tokens_takes_the_masked_path_or_raises(tiny_model, backend):
-    model = set_routing(attach(tiny_model("llama"), "focus", window=5), hard=True, backend=backend)
+def test_padding_between_tokens_takes_the_kernel_and_equals_the_masked_path(tiny_model, backend):
+    model = attach(tiny_model("llama"), "focus", window=5)
     mask = torch.ones(1, 20, dtype=torch.long)
     mask[0, 5:9] = 0
-    for method in attached_methods(model).values():
-        method.sparse_from = 1
-    if backend == "cpu":
-        with pytest.raises(UserError, match="backend=masked"):
-            compute_logits(model, torch.ones_like(mask), attention_mask=mask)
-        return
-    compute_logits(model, torch.ones_like(mask), attention_mask=mask)
-    assert {method.path for method in attached_methods(model).values()} == {"masked"}
+    ids = torch.randint(256, (1, 20), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for name in ("masked", backend):
+        set_routing(model, hard=True, backend=name)
+        for method in attached_methods(model).values():
+            method.sparse_from = 1
+        logits.append(compute_logits(model, ids, attention_mask=mask)[mask.bool()])
+    assert {method.path for method in attached_methods(model).values()} == {"cpu"}
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
 def refused() -> None:
