@@ -6,9 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
-from running import record_of, run, tiny, without_attention
+from running import record_of, run, tiny, without_attention, write_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from focus_exp.checks import parse
@@ -83,9 +82,11 @@ def test_readme_python_runs(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("FOCUS_EXP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: tiny_model("gpt2"))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: byte_tokenizer())
+    write_texts(tmp_path / "texts")
     (code,) = blocks(README, "python")
     small = "density=0.2, seq_len=64, window=8, groups=4, top_k=1, calibration_sequences=3, validation_sequences=1"
-    known = {"ids": torch.arange(1, 40)[None], "texts": [README]}
-    exec(code.replace("density=0.2", f"{small}, fit_steps=8").replace("max_new_tokens=50", "max_new_tokens=3"), known)
+    code = code.replace("density=0.2", f"{small}, fit_steps=8")
+    known = {}
+    exec(code.replace("[:500]", "[:40]").replace("max_new_tokens=50", "max_new_tokens=3"), known)
     assert (tmp_path / "my-adapter" / "focus_adapter.safetensors").exists()
     assert active_methods(known["model"])
