@@ -11,6 +11,7 @@ from builders import compute_logits, make_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import Problem, random_assignment, random_sequence
+from test_kernels import poisoned_memory  # noqa: F401
 from torch import Tensor
 
 from focus_exp import UserError, attach, set_routing
@@ -21,14 +22,6 @@ from focus_exp.speed.layer import Layer, time_attention
 from focus_exp.speed.workload import Shape, balanced
 
 ATTENTION = KERNELS["flash"].attention
-
-
-@pytest.fixture(autouse=True, scope="module")
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty holds NaN, so that a number nobody computed shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @st.composite
