@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders import attach_focus, compute_logits, make_tokens
 from tiny_architectures import tiny_model as tiny_architecture
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 
 from focus_exp import UserError, attach, detach, disable_method, set_routing
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
@@ -56,6 +56,21 @@ def test_sliding_layers_take_the_kernel_as_the_masked_path_computes(tiny_model, 
         found.append(compute_logits(model, make_tokens()))
         assert {method.path for method in attached_methods(model).values()} == {backend}
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="no compiler")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # masks of one kind, and of two
+def test_generate_static_cache_prefills_by_the_kernel(tiny_model, family):
+    """A mask as wide as the cache would leave its first pass to the masked path."""
+    model = attach_focus(tiny_model(family))
+    for method in attached_methods(model).values():
+        method.sparse_from = 1
+    options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    found = []
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
+        found.append(model.generate(make_tokens(), past_key_values=cache, **options))
+        assert {method.path for method in attached_methods(model).values()} == {"cpu"}
+    assert found[0].equal(found[1])
 
 
 def test_make_layer_mask_marks_a_band_alone(tiny_model):
