@@ -73,6 +73,21 @@ def test_generate_static_cache_prefills_by_the_kernel(tiny_model, family):
     assert found[0].equal(found[1])
 
 
+@torch.no_grad()
+def test_compiled_model_compiles_nothing_for_later_tokens_of_a_cache(tiny_model):
+    model, tokens = attach_focus(tiny_model("llama", num_hidden_layers=1)), make_tokens()
+    out = model(tokens[:, :14], use_cache=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, logits, graphs = torch.compile(model, backend="eager"), [out.logits], []
+    for part in tokens[:, 14:].split(1, 1):
+        out = compiled(part, past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch.testing.assert_close(torch.cat(logits, 1), compute_logits(model), atol=1e-5, rtol=1e-4)
+    assert graphs[2] > 0 and len(set(graphs[2:])) == 1
+
+
 def test_make_layer_mask_marks_a_band_alone(tiny_model):
     model, seen = attach_focus(tiny_model("mistral", sliding_window=15)), []
     padded = (torch.arange(LENGTH) >= 3).long().expand(2, -1)
