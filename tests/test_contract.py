@@ -133,7 +133,7 @@ def test_padded_batch_equals_rows(attached, family, way, side):
     if side == "left without positions" and not way.startswith(("focus", "key", "window", "random")):
         pytest.skip("its features, hashes or chosen tokens depend on rotated queries and keys")
     if family.startswith("gemma") and side == "inside":
-        pytest.skip("the base's own sliding window counts padding")
+        pytest.skip("its sliding layers count padding inside a row, as the base's: see the next test")
     model, lengths, longest = attached(family, way), (40, 17, 1), 40
     batch, mask = torch.full((3, longest), 5), torch.zeros(3, longest, dtype=torch.long)
     for row, length in enumerate(lengths):
@@ -147,6 +147,18 @@ def test_padded_batch_equals_rows(attached, family, way, side):
     for row, length in enumerate(lengths):
         alone = compute_logits(model, make_tokens(1, length))[0]
         torch.testing.assert_close(together[row, mask[row].bool()], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
+def test_padding_inside_a_row_counts_in_the_sliding_window_of_the_base(tiny_model, family):
+    """Windows there are of places, not of tokens, so that a row alone gives other logits; attached layers follow."""
+    base, mask, tokens = tiny_model(family), torch.ones(2, 40, dtype=torch.long), make_tokens()
+    mask[:, 15:25] = 0
+    given, real = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}, mask[0].bool()
+    expected = compute_logits(base, tokens, **given)[:, real]
+    assert (expected - compute_logits(base, tokens[:, real])).abs().max() > 1e-2
+    model = set_routing(attach(base, "focus", window=40), hard=True)
+    torch.testing.assert_close(compute_logits(model, tokens, **given)[:, real], expected, atol=1e-5, rtol=1e-5)
 
 
 @families
