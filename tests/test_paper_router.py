@@ -17,7 +17,6 @@ from focus_exp.results.record import Record
 
 PPL = {"source": "rows", "metric": "perplexity", "kind": "hard", "value": 30.5}
 SCORE = {"source": "benchmarks", "metric": "score", "kind": "hard", "value": 0.305, "unit": "fraction"}
-GSM8K = {"variant": "mistral_7b_paper", "task": "gsm8k_cot"}
 LONG = {"variant": "paper_k_2", "tokens": 8192, "task": "perplexity@8192", "value": 30.5}
 
 
@@ -45,7 +44,6 @@ PLACES = [  # table, experiment, cells of the row, column that shows it
     ("table1_retrofit", "leak", {"num_groups": 4, "primary": True}, "ppl"),
     *(("table_dg", "routing_dim", {"variant": f"paper_{width}"}, "ppl") for width in (16, 32, 128, 768)),
     *(("table2_scale", "model_scale", {"variant": variant}, "ppl_focus") for variant in MODELS),
-    ("table2_scale_gsm8k_8shot_cot", "model_scale", GSM8K, "gsm8k_focus"),
     ("table3_lora", "compare", {"variant": "focus_paper"}, "ppl"),
     ("table4_alignment", "alignment", {"variant": "paper_k2"}, "ppl"),
     ("table4_alignment", "alignment", {"variant": "paper_k2", "task": "truthfulqa_mc2"}, "truthfulqa_mc2"),
