@@ -21,7 +21,6 @@ from focus_exp.attention.kernels import (
     KERNELS,
     BackendUnsupported,
     KernelRequirements,
-    contract,
     cpu_sparse,
     gpu_sparse,
 )
@@ -107,7 +106,7 @@ def test_route_equals_the_encoders(counts, encoders, budget):
 def test_halves_multiply_with_the_accuracy_of_float32():
     torch.manual_seed(0)
     h, weight = torch.randn(3, 9, 64).bfloat16(), torch.randn(64, 5)
-    halves = contract.halve(weight)
+    halves = gpu_sparse.pack_weights(weight)
     assert halves.dtype == torch.bfloat16
     product = (h.double().flatten(0, 1) @ halves.double()).unflatten(1, (2, -1)).sum(1)
     exact = h.double().flatten(0, 1) @ weight.double()

@@ -151,7 +151,7 @@ class AttentionMethod(nn.Module):
             grouped = local_only_selection(sequence) if selection.query_groups is None else selection
             try:
                 return kernel.attention(q, k, v, grouped, sequence, args)
-            except BackendUnsupported:  # known from the values of the tensors alone
+            except BackendUnsupported:  # known from the shapes of the tensors
                 if self.backend != "auto":
                     raise
         self.path = "soft" if selection.is_soft else "masked"

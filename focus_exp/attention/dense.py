@@ -18,6 +18,7 @@ from focus_exp.attention.selection import (
     for_each_head,
     group_mask,
     groups_overlap,
+    has_gaps,
     local_mask,
     repeat_kv,
     row_blocks,
@@ -147,9 +148,9 @@ def full_attention(
     length, new = k.shape[2], q.shape[2]
     if is_causal and cpu_sparse.is_fastest_full_attention(q, k, v, args):
         reach = band_reach(mask)
-        span = None if mask is None or mask.shape[2] > 1 else cpu_sparse.padding_span(mask[:, 0, 0].expand(len(q), -1))
-        if mask is None or reach or span is not None:
-            return cpu_sparse.full_attention(q, k, v, args, reach, span)
+        valid = None if mask is None or mask.shape[2] > 1 else mask[:, 0, 0].expand(len(q), -1)
+        if mask is None or reach or (valid is not None and not may_have_gaps(valid)):
+            return cpu_sparse.full_attention(q, k, v, args, reach, valid)
     add_causal = is_causal and new > 1 and (mask is None or mask.shape[2] < new)
     if mask is None and args.softcap is None and args.sink_logits is None and not (add_causal and new < length):
         return F.scaled_dot_product_attention(
@@ -167,6 +168,11 @@ def full_attention(
             keep = keep | (diagonal_mask(positions, length, q.device) & ~keep.any(-1, keepdim=True))
         outputs.append(masked_attention(q[:, :, rows], k, v, keep, args))
     return torch.cat(outputs, dim=2)
+
+
+def may_have_gaps(valid: Tensor) -> bool:
+    """Tell whether a row of `valid` `(B, T)` has padding between tokens, or may have: under torch.compile."""
+    return torch.compiler.is_compiling() or bool(has_gaps(valid))
 
 
 def masked_attention(

@@ -183,7 +183,7 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         encoders, kernel = (self.key_encoder, self.q_encoder), KERNELS.get(h.device.type)
         if kernel is None or h.dtype not in kernel.DTYPES or self.groups > cpu_sparse.MAX_GROUPS or self.observers:
             return False
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not all(type(x) is Encoder for x in encoders):
+        if torch.is_grad_enabled() or not all(type(x) is Encoder for x in encoders):
             return False
         tensors: list[Any] = [x for encoder in encoders for x in (encoder.weight, encoder.bias)]
         if any(type(x) is not nn.Parameter or x.dtype != torch.float32 or x.device != h.device for x in tensors):
@@ -198,25 +198,34 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         return Selection(query_groups=groups[0], key_groups=groups[1], max_groups=self.max_groups)
 
     def encoder_weights(self) -> EncoderWeights:
-        """Return the encoders with the standardization of tokens folded in, computed again when a tensor changes."""
+        """Return the encoders with the standardization of tokens folded in, computed again when a tensor changes.
+
+        Under torch.compile they are part of the graph.
+        """
+        if torch.compiler.is_compiling():
+            return self.fold_encoders()
         tensors = [*self.parameters(), *self.buffers()]
         state = ([(x.data_ptr(), x._version) for x in tensors], self.groups_per_head, self.counts)
         if self.folded is None or self.folded[0] != state:
-            pair: list[Any] = [self.q_encoder, self.key_encoder]
-            encoders = torch.stack([x.weight for x in pair], 1) / self.scale  # (n, 2, K, E)
-            worth = self.worth / self.scale
-            k = torch.tensor(self.groups_per_head, device=worth.device)
-            is_limited = (k > 0) & (k < self.groups) & (self.counts != "head")
-            limits = self.thresholds.gather(1, (k - 1).clamp(0, self.groups - 2)[:, None])[:, 0]
-            weights = EncoderWeights(
-                weight=torch.cat([encoders.flatten(0, 2), worth]).T.contiguous(),
-                bias=torch.stack([x.bias for x in pair], 1) - encoders @ self.mean,
-                worth_bias=self.worth_bias - worth @ self.mean,
-                limits=torch.where(is_limited, limits, UNSET),
-                top_k=k.int(),
-            )
-            self.folded = (state, weights)
+            self.folded = (state, self.fold_encoders())
         return self.folded[1]
+
+    def fold_encoders(self) -> EncoderWeights:
+        pair: list[Any] = [self.q_encoder, self.key_encoder]
+        encoders = torch.stack([x.weight for x in pair], 1) / self.scale  # (n, 2, K, E)
+        worth = self.worth / self.scale
+        k = torch.tensor(self.groups_per_head, device=worth.device)
+        is_limited = (k > 0) & (k < self.groups) & (self.counts != "head")
+        limits = self.thresholds.gather(1, (k - 1).clamp(0, self.groups - 2)[:, None])[:, 0]
+        weight = torch.cat([encoders.flatten(0, 2), worth]).T.contiguous()
+        return EncoderWeights(
+            weight=weight,
+            packed=KERNELS[weight.device.type].pack_weights(weight),
+            bias=torch.stack([x.bias for x in pair], 1) - encoders @ self.mean,
+            worth_bias=self.worth_bias - worth @ self.mean,
+            limits=torch.where(is_limited, limits, UNSET),
+            top_k=k.int(),
+        )
 
     def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
         return replace(super().complete_args(args, selection), ste_slope=ste_slope(selection, self.gate_steepness))

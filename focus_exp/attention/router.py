@@ -233,6 +233,11 @@ class ForwardMemo:
         Raises:
             RuntimeError: a backward recomputes a forgotten pass (on a GPU a device-side assertion).
         """
+        if torch.compiler.is_compiling():  # checkpointing within the graph repeats its operations, not this code
+            value, statistics = compute()
+            if torch.is_grad_enabled():
+                update(statistics)
+            return value
         digest = digest_tokens(x.detach(), valid)
         if is_in_backward() and self.records:
             latest = list(reversed(self.records))

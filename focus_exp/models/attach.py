@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
@@ -24,7 +25,7 @@ from focus_exp.attention.base import LayerShape
 from focus_exp.attention.registry import find
 from focus_exp.errors import LeftOut, UserError
 from focus_exp.models.hf_cache import is_grouped, prepare_cache
-from focus_exp.models.hooks import has_values, route_hidden_states
+from focus_exp.models.hooks import has_values, route_hidden_states, unpadded
 from focus_exp.models.methods import (
     IMPLEMENTATION,
     Attachment,
@@ -223,9 +224,11 @@ def prepare_decoder(
             cache = prepare_cache(decoder.config, methods, cache)
             kwargs["past_key_values"], kwargs["use_cache"] = cache, cache is not None
     mask = kwargs.get("attention_mask")
+    tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
     if isinstance(mask, Tensor) and (cache is None or is_grouped(cache)):
-        tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
         check_mask(mask, tokens.shape[1], 0 if cache is None else cache.get_seq_length())
+    if mask is None and cache is None and kwargs.get("position_ids") is None and torch.compiler.is_compiling():
+        kwargs["attention_mask"] = unpadded(tokens)
     return args, kwargs
 
 

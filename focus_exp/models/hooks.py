@@ -104,8 +104,16 @@ def has_values(x: Tensor) -> bool:
 
 
 def is_all_true(x: Tensor) -> bool:
-    """Return whether all values are known to be True; on the meta device they are."""
-    return not torch.compiler.is_compiling() and (x.is_meta or bool(x.all()))
+    """Return whether all values are known to be True; on the meta device and in `unpadded` they are."""
+    return x.stride(-1) == 0 or (not torch.compiler.is_compiling() and (x.is_meta or bool(x.all())))
+
+
+def unpadded(tokens: Tensor) -> Tensor:
+    """Return a padding mask of tokens `[B, T]` that shows by its strides that it hides none.
+
+    Compiled models get it: from no mask transformers would conclude that rows may hold several sequences.
+    """
+    return tokens.new_ones(1, 1, dtype=torch.bool).expand(tokens.shape[:2])
 
 
 def check_causal(mask: Tensor, past: int) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
+
+T = TypeVar("T")
 
 MAX_HEAD_DIM = 256
 
@@ -31,33 +34,31 @@ class EncoderWeights:
 
     Attributes:
         weight: `(E, N * (2 K + 1))`, of queries and keys `(N, 2, K)`, then of the importance of a query `(N,)`.
+        packed: the same numbers as the device's kernel reads them, see its `pack_weights`.
         bias: `(N, 2, K)`.
         worth_bias: `(N,)`.
         limits: `(N,)`, which scores have to pass; at the largest float a query reads its `top_k` `(N,)` groups.
     """
 
     weight: Tensor
+    packed: Tensor
     bias: Tensor
     worth_bias: Tensor
     limits: Tensor
     top_k: Tensor
 
-    @cached_property
-    def halves(self) -> Tensor:
-        """Weights as the sum of two numbers of bfloat16, side by side."""
-        return halve(self.weight)
 
-    @cached_property
-    def packed(self) -> Tensor:
-        """Weights in blocks of 16 columns, padded with zeros: `(columns / 16, E, 16)`."""
-        columns = F.pad(self.weight, (0, -self.weight.shape[1] % 16))
-        return columns.unflatten(1, (-1, 16)).transpose(0, 1).contiguous()
+def constant(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache a function, whose result torch.compile takes as a constant."""
+    cached = cache(function)
 
+    @wraps(function)
+    def call(*args: Any) -> T:
+        return cached(*args)
 
-def halve(weight: Tensor) -> Tensor:
-    """Return float32 weights `(E, R)` as two matrices of bfloat16 side by side, whose sum they are: `(E, 2 R)`."""
-    high = weight.bfloat16()
-    return torch.cat([high, (weight - high).bfloat16()], 1)
+    call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    marked: Callable[..., T] = torch.compiler.assume_constant_result(call)
+    return marked
 
 
 class BackendUnsupported(RuntimeError):

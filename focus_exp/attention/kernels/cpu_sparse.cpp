@@ -292,7 +292,7 @@ struct Problem {
   const Isa* isa;
 
   Problem(const Tensor& q_, const Tensor& k_, const Tensor& v_, const optional<Tensor>& query_groups, const optional<Tensor>& key_groups,
-          const optional<Tensor>& span, int64_t window_, int64_t sinks_, int64_t reach_, double scaling, double softcap)
+          const optional<Tensor>& valid, int64_t window_, int64_t sinks_, int64_t reach_, double scaling, double softcap)
       : B(q_.size(0)), H(q_.size(1)), G(k_.size(1)), T(q_.size(2)), Y(1), share(H / G), dk(padded(q_.size(3))), dv(padded(v_.size(3))),
         groups(0), window(std::min(window_, reach_ - 1)), sinks(sinks_), reach(std::min(reach_, T)), q(q_), k(k_), v(v_), isa(chosen->isa) {
     TORCH_CHECK(q_.device().is_cpu() && k_.device().is_cpu() && v_.device().is_cpu(), "tensors must be on the CPU");
@@ -305,12 +305,13 @@ struct Problem {
     scores = softcap > 0 ? Scores{scale / float(softcap), float(softcap) * LOG2E} : Scores{scale * LOG2E, 0.f};
     begin.assign(B, 0);
     end.assign(B, T);
-    if (span) {
-      auto x = span->accessor<int64_t, 2>();
+    if (valid) {
+      TORCH_CHECK(valid->dim() == 2 && valid->size(0) == B && valid->size(1) == T, "valid must be [B, T]");
+      auto x = valid->accessor<bool, 2>();
       for (int64_t b = 0; b < B; b++) {
-        begin[b] = x[b][0];
-        end[b] = x[b][1];
-        TORCH_CHECK(0 <= begin[b] && begin[b] <= end[b] && end[b] <= T, "span must lie within the sequence");
+        while (begin[b] < T && !x[b][begin[b]]) begin[b]++;
+        for (end[b] = begin[b]; end[b] < T && x[b][end[b]];) end[b]++;
+        for (int64_t t = end[b]; t < T; t++) TORCH_CHECK(!x[b][t], "valid must have no padding between tokens");
       }
     }
     int64_t bytes = 4 * (dk + dv + 20);
@@ -523,14 +524,16 @@ void forward(const Problem& p, Function attend, const float* sink_logits, Tensor
 }
 
 // Output [B, T, H, Dv] and natural logsumexp [B, H, T] of q [B, H, T, D], k and v [B, G, T, D]; zeros and -inf at padding.
-// query_groups, key_groups [B, 1 or G, T, K] bool, None for full attention; span [B, 2]: the tokens that are no padding.
+// query_groups, key_groups [B, 1 or G, T, K] bool, None for full attention; valid [B, T] bool, false at padding,
+// of which there is none between tokens. asks, answers and slope matter to gradients alone, see attend_backward.
 // A query i sees no key j with i - j >= reach, sinks or not.
 std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& query_groups, const optional<Tensor>& key_groups,
-                                  const optional<Tensor>& span, const optional<Tensor>& sink_logits, int64_t window, int64_t sinks, int64_t reach, double scaling, double softcap) {
-  Problem p(q, k, v, query_groups, key_groups, span, window, sinks, reach, scaling, softcap);
-  Tensor out = span ? at::zeros({p.B, p.T, p.H, v.size(3)}, q.options()) : at::empty({p.B, p.T, p.H, v.size(3)}, q.options());
+                                  const optional<Tensor>& valid, const optional<Tensor>& sink_logits, const optional<Tensor>& asks, const optional<Tensor>& answers, int64_t window,
+                                  int64_t sinks, int64_t reach, double scaling, double softcap, double) {
+  Problem p(q, k, v, query_groups, key_groups, valid, window, sinks, reach, scaling, softcap);
+  Tensor out = valid ? at::zeros({p.B, p.T, p.H, v.size(3)}, q.options()) : at::empty({p.B, p.T, p.H, v.size(3)}, q.options());
   Tensor lse = at::empty({p.B, p.H, p.T}, q.options().dtype(at::kFloat));
-  if (span) lse.fill_(-INFINITY);
+  if (valid) lse.fill_(-INFINITY);
   const float* logits = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr;
   if (p.q.half && p.isa->attend_bf16) forward<bf16>(p, p.isa->attend_bf16, logits, out, lse);
   else forward<float>(p, p.isa->attend, logits, out, lse);
@@ -552,9 +555,9 @@ struct BackwardScratch {
 // All are float32. A key's gradient is summed over `shards` of the queries in a fixed order.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, const optional<Tensor>& query_groups,
-    const optional<Tensor>& key_groups, const optional<Tensor>& span, const optional<Tensor>& asks, const optional<Tensor>& answers, int64_t window,
+    const optional<Tensor>& key_groups, const optional<Tensor>& valid, const optional<Tensor>& asks, const optional<Tensor>& answers, int64_t window,
     int64_t sinks, int64_t reach, double scaling, double softcap) {
-  Problem p(q, k, v, query_groups, key_groups, span, window, sinks, reach, scaling, softcap);
+  Problem p(q, k, v, query_groups, key_groups, valid, window, sinks, reach, scaling, softcap);
   const bool gated = asks && answers;
   const int64_t heads = p.B * p.G, groups = gated ? padded(p.groups) : 0, blocks = (p.T + p.rows - 1) / p.rows;
   const int64_t shards = std::clamp<int64_t>((2 * at::get_num_threads() + heads - 1) / std::max<int64_t>(heads, 1), 1, std::min<int64_t>(blocks, 4));
@@ -870,8 +873,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& h, const Tensor& weight, const Te
 
 TORCH_LIBRARY(focus_exp, m) {
   m.def("use_isa(str name) -> str", &use_isa);
-  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? sink_logits, int window, int sinks, int reach, float scaling, float softcap) -> (Tensor, Tensor)");
-  m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? span, Tensor? asks, Tensor? answers, int window, int sinks, int reach, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? valid, Tensor? sink_logits, Tensor? asks, Tensor? answers, int window, int sinks, int reach, float scaling, float softcap, float slope) -> (Tensor, Tensor)");
+  m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? valid, Tensor? asks, Tensor? answers, int window, int sinks, int reach, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("route(Tensor h, Tensor weight, Tensor bias, Tensor importance_bias, Tensor limits, Tensor top_k, Tensor? penalty) -> (Tensor, Tensor)");
   m.def("decode(Tensor q, Tensor k, Tensor v, Tensor? reads, Tensor members, Tensor(a!)[] near, Tensor(b!)[] pool, Tensor table, Tensor groups, Tensor? sink_logits, int position, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, int)");
 }

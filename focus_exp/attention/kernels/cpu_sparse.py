@@ -13,11 +13,12 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import cpp_extension
@@ -28,10 +29,13 @@ from focus_exp.attention.kernels.contract import (
     BackendUnsupported,
     EncoderWeights,
     KernelRequirements,
+    constant,
 )
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, distant_keys
 
 log = logging.getLogger(__name__)
+
+Pair = tuple[Tensor | None, Tensor | None]
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_sparse.cpp", "cpu_sparse_tiles.h")]
 THREADS = "-fopenmp"  # without it torch's headers run all tasks on one thread; its library comes with torch
@@ -58,8 +62,6 @@ class CpuSparse(Backend):
     def unsupported_reason(self, requirements: KernelRequirements) -> str | None:
         if reason := super().unsupported_reason(requirements):
             return reason
-        if torch.compiler.is_compiling():
-            return "is not traced by torch.compile"
         if requirements.groups > MAX_GROUPS:
             return f"takes up to {MAX_GROUPS} groups, not {requirements.groups}"
         return unavailable_reason()
@@ -68,18 +70,25 @@ class CpuSparse(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
         assert selection.query_groups is not None and selection.key_groups is not None
-        groups = [x if x.ndim == 4 else x[:, None] for x in (selection.query_groups, selection.key_groups)]
-        gates: list[Tensor | None] = [None, None]
+        queries, keys = (x if x.ndim == 4 else x[:, None] for x in (selection.query_groups, selection.key_groups))
+        heads = max(queries.shape[1], keys.shape[1])
+        queries, keys = (x.expand(-1, heads, -1, -1).contiguous() for x in (queries, keys))
+        gates: Pair = (None, None)
         if args.ste_slope and selection.assignment is not None:
-            pair = (selection.assignment, selection.effective_key_assignment)
-            gates = [x if x.ndim == 4 else x[:, None] for x in pair]
-        heads = max(x.shape[1] for x in groups)
+            asks, answers = (
+                (x if x.ndim == 4 else x[:, None]).expand(-1, heads, -1, -1)
+                for x in (selection.assignment, selection.effective_key_assignment)
+            )
+            gates = (asks, answers)
         if sequence.allowed is not None and sequence.reach is None:
             raise BackendUnsupported(f"backend={self.name} takes no such mask of the base model; use backend=masked")
-        groups = [x.expand(-1, heads, -1, -1).contiguous() for x in groups]
-        gates = [x if x is None else x.expand(-1, heads, -1, -1) for x in gates]
-        options = (args.window, args.sinks, sequence.reach or NO_REACH, args.scaling, args.softcap or 0.0)
-        return Attention.apply(q, k, v, *gates, args.sink_logits, groups, find_span(sequence), args.ste_slope, options)
+        return attend(q, k, v, (queries, keys), gates, sequence.valid, args, sequence.reach)
+
+
+def pack_weights(weight: Tensor) -> Tensor:
+    """Return weights `(E, R)` in blocks of 16 columns, padded with zeros: `(R / 16, E, 16)`."""
+    columns = F.pad(weight, (0, -weight.shape[1] % 16))
+    return columns.unflatten(1, (-1, 16)).transpose(0, 1).contiguous()
 
 
 def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair: bool) -> tuple[Tensor, Tensor]:
@@ -101,24 +110,36 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
 
 
 def full_attention(
-    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, reach: int | None = None, span: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, reach: int | None = None, valid: Tensor | None = None
 ) -> Tensor:
     """Compute causal attention `(B, H, T, D)` to keys `(B, G, T, D)`: all, or those less than `reach` tokens before.
 
     Args:
-        span: see `padding_span`.
+        valid: `(B, T)` bool, False on padding, which is not between tokens.
     """
-    options = (FULL_WINDOW, 0, reach or NO_REACH, args.scaling, args.softcap or 0.0)
-    return Attention.apply(q, k, v, None, None, args.sink_logits, (None, None), span, None, options)
+    args = replace(args, window=FULL_WINDOW, sinks=0, ste_slope=None)
+    return attend(q, k, v, (None, None), (None, None), valid, args, reach)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, groups: Pair, gates: Pair, valid: Tensor | None, args: AttentionArgs,
+    reach: int | None,
+) -> Tensor:  # fmt: skip
+    """Call the operator `attend`; its gates have gradients alone: those of the straight-through estimator."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    logits = None if args.sink_logits is None else args.sink_logits.float().contiguous()
+    out: Tensor = load_operators().attend(
+        q, k, v, *groups, valid, logits, *gates, args.window, args.sinks, reach or NO_REACH, args.scaling,
+        args.softcap or 0.0, args.ste_slope or 0.0,
+    )[0]  # fmt: skip
+    return out.transpose(1, 2)
 
 
 def is_fastest_full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
     """Tell whether `full_attention` serves and is faster than torch's: for whole sequences of some length."""
     if q.device.type != "cpu" or q.shape[2] < FULL_FROM or k.shape[2] != q.shape[2] or args.dropout:
         return False
-    if torch.compiler.is_compiling() or (q.dtype == torch.bfloat16 and has_amx()):
-        return False
-    return serves_full(q, v)
+    return serves_full(q, v) and not (q.dtype == torch.bfloat16 and has_amx())
 
 
 def serves_full(q: Tensor, v: Tensor) -> bool:
@@ -126,92 +147,64 @@ def serves_full(q: Tensor, v: Tensor) -> bool:
     return q.dtype in DTYPES and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM and unavailable_reason() is None
 
 
-@cache
+@constant
 def has_amx() -> bool:
     """Tell whether torch multiplies bfloat16 by AMX, which this kernel does not."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
-def find_span(sequence: Sequence) -> Tensor | None:
-    """Return `(B, 2)` int, the first token of each sequence and the end of its tokens; None without padding.
-
-    Raises:
-        BackendUnsupported: padding between tokens, or several sequences in a row.
-    """
-    valid, start = sequence.valid, sequence.start
-    if valid is None:
-        if bool(start.any()):
-            raise BackendUnsupported("the CPU kernel takes one sequence a row; use backend=masked")
-        return None
-    span = padding_span(valid)
-    if span is None or bool((valid & (start != span[:, :1])).any()):
-        raise BackendUnsupported("the CPU kernel takes one sequence a row, without padding inside; use backend=masked")
-    return span
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, query_groups, key_groups, valid, sink_logits, asks, answers, *options = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, query_groups, key_groups, valid, sink_logits, asks, answers, *output)
+    ctx.options = options
 
 
-def padding_span(valid: Tensor) -> Tensor | None:
-    """Return `(B, 2)` int, the first token of each row and the end of its tokens; None with padding between them.
+@once_differentiable
+def backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, the sink logits and both soft assignments."""
+    q, k, v, query_groups, key_groups, valid, sink_logits, asks, answers, out, lse = ctx.saved_tensors
+    *options, ste_slope = ctx.options
+    dout = dout.to(out.dtype).contiguous()
+    gates = (asks, answers) if any(ctx.needs_input_grad[7:9]) else (None, None)
+    soft = [None if x is None else x.float().contiguous() for x in gates]
+    dq, dk, dv, *dgates = torch.ops.focus_exp.attend_backward(
+        dout, q, k, v, out, lse, query_groups, key_groups, valid, *soft, *options
+    )
+    of_gates: list[Tensor | None] = [None, None]
+    if gates[0] is not None:
+        of_gates = [
+            (dg.sum(1, keepdim=True) if gate.shape[1] == 1 else dg).mul(ste_slope).to(gate.dtype)
+            for dg, gate in zip(dgates, gates, strict=True)
+        ]
+    dsink = None
+    if sink_logits is not None:  # p * (dP - sum_d dO O), where dP is 0: it has no value
+        p = torch.exp(sink_logits[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+        dsink = -(p * (dout.float() * out.float()).sum(-1).transpose(1, 2)).sum((0, 2))
+    of_tokens = [dx.transpose(1, 2).to(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v))]
+    return *of_tokens, None, None, None, dsink, *of_gates, *[None] * len(ctx.options)
 
-    Args:
-        valid: `(B, T)` bool, False on padding.
-    """
-    begin = valid.byte().argmax(1)
-    end = begin + valid.sum(1)
-    place = torch.arange(valid.shape[1], device=valid.device)
-    inside = (place >= begin[:, None]) & (place < end[:, None])
-    return torch.stack([begin, end], 1) if torch.equal(inside, valid) else None
+
+def fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    return q.new_empty(batch, length, heads, v.shape[3]), q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-class Attention(torch.autograd.Function):
-    """Run the kernel's forward and backward; add the gradients of soft assignments and of the base model's sinks."""
+def fake_attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_groups: Tensor | None,
+    key_groups: Tensor | None, valid: Tensor | None, asks: Tensor | None, *others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (batch, heads, length, size), kv_heads = q.shape, k.shape[1]
+    groups = 0 if asks is None or key_groups is None else key_groups.shape[3]
+    shapes = [(heads, size), (kv_heads, size), (kv_heads, v.shape[3])]
+    gates = [q.new_empty(batch, kv_heads, length, groups, dtype=torch.float32) for _ in range(2)]
+    return *(q.new_empty(batch, length, *shape, dtype=torch.float32) for shape in shapes), *gates
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        asks: Tensor | None,
-        answers: Tensor | None,
-        sink_logits: Tensor | None,
-        groups: tuple[Tensor | None, Tensor | None],
-        span: Tensor | None,
-        ste_slope: float | None,
-        options: tuple[int, int, int, float, float],
-    ) -> Tensor:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        logits = None if sink_logits is None else sink_logits.float().contiguous()
-        out, lse = load_operators().attend(q, k, v, *groups, span, logits, *options)
-        ctx.save_for_backward(q, k, v, asks, answers, sink_logits, out, lse, *groups, span)
-        ctx.ste_slope, ctx.options = ste_slope, options
-        result: Tensor = out.transpose(1, 2)
-        return result
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, asks, answers, sink_logits, out, lse, *groups, span = ctx.saved_tensors
-        dout = grads[0].transpose(1, 2).to(out.dtype).contiguous()
-        gates = (asks, answers) if any(ctx.needs_input_grad[3:5]) else (None, None)
-        soft = [None if x is None else x.float().contiguous() for x in gates]
-        dq, dk, dv, *dgates = load_operators().attend_backward(
-            dout, q, k, v, out, lse, *groups, span, *soft, *ctx.options
-        )
-        of_gates: list[Tensor | None] = [None, None]
-        if gates[0] is not None:
-            of_gates = [
-                (dg.sum(1, keepdim=True) if gate.shape[1] == 1 else dg).mul(ctx.ste_slope).to(gate.dtype)
-                for dg, gate in zip(dgates, gates, strict=True)
-            ]
-        dsink = None
-        if sink_logits is not None:  # p * (dP - sum_d dO O), where dP is 0: it has no value
-            p = torch.exp(sink_logits.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-            delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
-            dsink = -(p * delta).sum((0, 2)).to(sink_logits.dtype)
-        return (
-            *(dx.transpose(1, 2).to(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v))),
-            *(*of_gates, dsink, None, None, None, None),
-        )
+def fake_route(h: Tensor, weight: Tensor, bias: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    (batch, length, _), (heads, _, groups) = h.shape, bias.shape
+    queries, keys = (h.new_empty(batch, heads, length, groups, dtype=torch.bool) for _ in range(2))
+    return queries, keys
 
 
 def load_operators() -> Any:
@@ -226,7 +219,7 @@ def load_operators() -> Any:
     return torch.ops.focus_exp
 
 
-@cache
+@constant
 def unavailable_reason() -> str | None:
     """Load the kernel, compiled if needed; return why it is not available, or None."""
     flags = [*FLAGS, *os.environ.get("FOCUS_EXP_CXXFLAGS", "").split()]
@@ -239,6 +232,7 @@ def unavailable_reason() -> str | None:
         if not built.exists():
             build(folder, flags)
         torch.ops.load_library(str(built))
+        register_operators()
     except Exception as error:  # whatever a compiler, a linker or a full disk says: the masked path serves
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "error:" in line), lines[0])
@@ -246,6 +240,14 @@ def unavailable_reason() -> str | None:
         return f"could not be built: {reason}"
     log.info("CPU kernel: instruction set %s", torch.ops.focus_exp.use_isa(""))
     return None
+
+
+def register_operators() -> None:
+    """Tell torch the shapes and the gradients of the operators that the library has."""
+    torch.library.register_fake("focus_exp::attend", fake_attend)
+    torch.library.register_fake("focus_exp::attend_backward", fake_attend_backward)
+    torch.library.register_fake("focus_exp::route", fake_route)
+    torch.library.register_autograd("focus_exp::attend", backward, setup_context=save_for_backward)
 
 
 def build(folder: Path, flags: list[str]) -> None:

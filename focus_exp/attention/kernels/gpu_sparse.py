@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, EncoderWeights, KernelRequirements, halve
+from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, EncoderWeights, KernelRequirements
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -326,6 +326,12 @@ def backward_keys(
     return dk, dv, by_slot.view(batch, groups, length, -1, width).sum(3)
 
 
+def pack_weights(weight: Tensor) -> Tensor:
+    """Return float32 weights `(E, R)` as two matrices of bfloat16 side by side, whose sum they are: `(E, 2 R)`."""
+    high = weight.bfloat16()
+    return torch.cat([high, (weight - high).bfloat16()], 1)
+
+
 def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair: bool) -> tuple[Tensor, Tensor]:
     """Return the groups `(B, N, T, K)` bool of queries and of keys for hidden states `(B, T, E)`.
 
@@ -336,7 +342,7 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
     """
     (batch, length), (heads, _, count) = h.shape[:2], weights.bias.shape
     can_halve = can_multiply_halves(h)
-    products = multiply_halves(h, weights.halves) if can_halve else h.flatten(0, 1).float() @ weights.weight
+    products = multiply_halves(h, weights.packed) if can_halve else h.flatten(0, 1).float() @ weights.weight
     groups = [torch.empty(batch, heads, length, count, dtype=torch.uint8, device=h.device) for _ in range(2)]
     size = kernels().CHUNK
     kernels().select_groups[(-(-length // size), heads, batch)](
@@ -359,7 +365,7 @@ def multiply_halves(h: Tensor, halves: Tensor) -> Tensor:
 
 def project(h: Tensor, weight: Tensor) -> Tensor:
     """Multiply bfloat16 `(B, T, E)` by float32 `(E, R)` with the accuracy of float32."""
-    product = multiply_halves(h, halve(weight))
+    product = multiply_halves(h, pack_weights(weight))
     return product.unflatten(1, (2, -1)).sum(1).unflatten(0, h.shape[:2])
 
 
