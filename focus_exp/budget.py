@@ -15,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from focus_exp.assets import uses_embedded
 from focus_exp.cli import VALUED
 from focus_exp.config import conf_dir, is_shipped
+from focus_exp.errors import UserError
+from focus_exp.launcher import count_processes
 
 AUTO = "auto"
 WITHOUT_RUNS = ("report", "dashboard", "build_tasks")  # jobs that need no budget, nor wait for torch
@@ -28,6 +30,9 @@ def resolve_budget(arguments: list[str]) -> list[str]:
 
     The budget of a sweep is that of its first job. Under SLURM's launcher the jobs have a GPU unless
     hydra.launcher.gpus_per_node says otherwise; whether the Hub answers is asked on this machine.
+
+    Raises:
+        UserError: several processes would each have to ask the Hub.
     """
     options = arguments[: count_options(arguments)]
     settings = arguments[len(options) :]
@@ -37,11 +42,14 @@ def resolve_budget(arguments: list[str]) -> list[str]:
         if typed not in ([], [f"budget={AUTO}"]) or {f"job={job}" for job in WITHOUT_RUNS} & set(settings):
             return arguments
         rest = [override for override in overrides if override.key_or_group != "budget"]
-        firsts = [first_value(override) for override in rest if not override.key_or_group.startswith("hydra")]
-        folders = [options[i + 1] for i, option in enumerate(options[:-1]) if option in CONFIG_DIR]
-        with initialize_config_dir(conf_dir(), version_base="1.3"):
-            composed = compose("config", [*firsts, *(f"hydra.searchpath=['file://{folder}']" for folder in folders)])
-        budget = choose_budget(composed, on_gpu_node=launches_on_gpus(settings))
+        budget, on_gpu_node = "embedded", launches_on_gpus(settings)
+        if on_gpu_node or has_gpu_driver():
+            firsts = [first_value(override) for override in rest if not override.key_or_group.startswith("hydra")]
+            folders = [options[i + 1] for i, option in enumerate(options[:-1]) if option in CONFIG_DIR]
+            with initialize_config_dir(conf_dir(), version_base="1.3"):
+                paths = (f"hydra.searchpath=['file://{folder}']" for folder in folders)
+                composed = compose("config", [*firsts, *paths])
+            budget = choose_budget(composed, on_gpu_node=on_gpu_node)
     except (HydraException, OmegaConfBaseException):
         return arguments  # which the command will refuse
     return [*options, *(str(override.input_line) for override in rest), f"budget={budget}"]
@@ -68,6 +76,11 @@ def launches_on_gpus(settings: list[str]) -> bool:
     return "hydra/launcher=slurm" in settings and not without & set(settings)
 
 
+def has_gpu_driver() -> bool:
+    """Return whether torch may have a GPU, without waiting for torch."""
+    return sys.platform == "win32" or any(Path(device).exists() for device in GPU_DEVICES)
+
+
 def choose_budget(config: DictConfig, *, on_gpu_node: bool) -> str:
     """Return paper where the Hub serves the named model and there is a GPU, else embedded.
 
@@ -77,11 +90,13 @@ def choose_budget(config: DictConfig, *, on_gpu_node: bool) -> str:
     if config.assets == "embedded" or model.path or not model.hub_id or config.trainer.accelerator == "cpu":
         return "embedded"
     if not on_gpu_node:
-        if sys.platform != "win32" and not any(Path(device).exists() for device in GPU_DEVICES):
-            return "embedded"
         from torch.cuda import is_available  # takes seconds
 
         if not is_available():
             return "embedded"
     is_replaceable = is_shipped("model", model.hub_id)
+    if config.assets == "auto" and is_replaceable and count_processes() > 1:  # each would ask the Hub for itself
+        raise UserError(
+            f"budget must be typed for several processes (got {AUTO}). Type budget=paper, or budget=embedded."
+        )
     return "embedded" if uses_embedded(config.assets, "models", model.hub_id, is_replaceable) else "paper"

@@ -43,6 +43,11 @@ def requeue_if_stopped(code: int) -> None:
         time.sleep(KILL_WAIT)
 
 
+def count_processes() -> int:
+    """Return how many processes torchrun or srun started."""
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+
+
 @contextmanager
 def quiet_unless_main() -> Iterator[None]:
     """Let only process 0 print, of those that torchrun or srun started."""

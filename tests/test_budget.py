@@ -4,6 +4,7 @@ import pytest
 import torch
 from running import record_of, succeed, tiny
 
+from focus_exp import UserError
 from focus_exp import budget as module
 from focus_exp.budget import resolve_budget
 from focus_exp.config import register_schemas
@@ -61,6 +62,23 @@ def test_resolve_budget_follows_the_named_model(machine, arguments, budget):
 def test_resolve_budget_leaves_what_is_typed_or_needs_none(machine, arguments):
     machine(True, True)
     assert resolve_budget(arguments) == arguments
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_resolve_budget_of_several_processes_asks_no_hub(machine, monkeypatch, variable):
+    """They could get different answers."""
+    monkeypatch.setenv(variable, "2")
+    asked = machine(True, True)
+    with pytest.raises(UserError, match="budget must be typed"):
+        resolve_budget([RETROFIT])
+    assert resolve_budget([RETROFIT, "model=tiny_llama"])[-1] == "budget=embedded" and not asked
+
+
+def test_resolve_budget_without_a_gpu_composes_nothing(machine, monkeypatch):
+    machine(True, True)
+    monkeypatch.setattr(module, "GPU_DEVICES", [])
+    monkeypatch.setattr(module, "compose", None)
+    assert resolve_budget([RETROFIT]) == [RETROFIT, "budget=embedded"]
 
 
 def test_resolve_budget_of_slurm_jobs_is_that_of_their_nodes(machine):
