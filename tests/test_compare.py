@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from builders import primary, write_variants
+from builders import primary, write_variant, write_variants
 from conftest import build
 from running import fitting, only_run, records_of, run, succeed, tiny, without_attention, write_texts
 from scipy import stats
@@ -81,6 +81,13 @@ def test_compare_every_variant_is_a_run_and_a_row(compared):
     assert {row.kind for row in rows.values()} == {"base", "hard", "trained", "control"}
     assert "variant 1 of 4: focus" in out and "ΔPPL [%], focus" in out
     assert loaded["lora"].tokens_seen == loaded["focus"].tokens_seen - 2 * 32  # warm start and balance
+
+
+def test_compare_folder_is_named_after_the_model_that_runs(tmp_path):
+    write_variant(tmp_path / "conf" / "variant" / "adhoc" / "small.yaml", ["model=tiny_gpt2"])
+    succeed(*settings(tmp_path, window=VARIANTS["window"]), "shared_variant=adhoc/small")
+    for name in ("window", "focus-compare"):
+        assert list((tmp_path / "runs").glob(f"adhoc/tiny_gpt2-*/{name}-seed0-*/record.json"))
 
 
 def test_compare_changes_follow_from_the_losses(compared, tmp_path):

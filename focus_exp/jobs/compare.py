@@ -37,6 +37,7 @@ def compare(config: Config) -> None:
     """
     configs = compose_variants(config)  # all of them: a mistake in the last one is found before the first one runs
     shared = compose_variant(config, None, command_overrides())
+    config = replace(config, model=shared.model, data=shared.data)  # which name the folder of the run
     what = f"{len(configs)} variants of {name_model(shared)} on {name_data(shared)}, seed {config.seed}"
     print(
         f"{config.experiment}: {what}; {describe_budget(replace(config, variant=None))}\nvariants: {', '.join(configs)}"
