@@ -26,7 +26,7 @@ from focus_exp.cli import explain_error, help_text, order_arguments, pop_option,
 from focus_exp.config import JOBS, Config, conf_dir, register_schemas
 from focus_exp.errors import EXTRAS, Interrupted, JobFailed, UserError, first_line, not_installed
 from focus_exp.jobs.show import show
-from focus_exp.launcher import quiet_unless_main, requeue_if_stopped, stoppable
+from focus_exp.launcher import check_launcher, quiet_unless_main, requeue_if_stopped, stoppable
 
 LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE)  # of disks and of `ulimit`
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # of the GPU, of the machine
@@ -76,6 +76,7 @@ def run_command() -> None:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(help_text(arguments), end="")
         return
+    check_launcher()
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     launcher = next((argument for argument in arguments if argument.startswith("hydra/launcher=")), None)
     shown = {name.partition("=")[0] for name in arguments} & {"-c", "--cfg"}

@@ -1,4 +1,4 @@
-"""Clean stops of processes that torchrun, srun or submitit started."""
+"""Checks and clean stops of processes that torchrun, srun or submitit started."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from focus_exp.errors import STOP_SIGNALS, Interrupted
+from focus_exp.errors import STOP_SIGNALS, Interrupted, UserError
 
+# variables of a process among others; those of HOSTS are no integers
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST")
+HOSTS = ("MASTER_ADDR", "SLURM_STEP_NODELIST")
 KILL_WAIT = 600.0  # seconds in which SLURM kills a job that it has sent TERM
 
 
@@ -41,6 +45,21 @@ def requeue_if_stopped(code: int) -> None:
         signal.raise_signal(signal.SIGUSR2)
     if code == 128 + signal.SIGTERM:
         time.sleep(KILL_WAIT)
+
+
+def check_launcher() -> None:
+    """Raise UserError if variables of torchrun or srun are missing among others of theirs, or no integers."""
+    is_torchrun = "RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    names = TORCHRUN if is_torchrun else SRUN if os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" else ()
+    for name in names:
+        value = os.environ.get(name, "")
+        if not (value if name in HOSTS else value.isdecimal()):
+            others = ", ".join(other for other in names if other in os.environ)
+            raise UserError(
+                f"{name} must be as torchrun or srun sets it (got {value!r}). Start with one, or unset {others}."
+            )
+    if is_torchrun and int(os.environ["RANK"]) >= (count := count_processes()):
+        raise UserError(f"RANK must be < WORLD_SIZE={count} (got {os.environ['RANK']}). Start with torchrun.")
 
 
 def count_processes() -> int:
