@@ -1,10 +1,11 @@
-"""Progress: a bar on a terminal, little in a log."""
+"""Progress: a bar on a terminal, ten lines in a log."""
 
 import io
 import sys
 
 import pytest
 
+from focus_exp import progress
 from focus_exp.progress import ProgressBar
 
 
@@ -20,3 +21,21 @@ def test_only_the_first_process_writes(process, monkeypatch):
     monkeypatch.setenv("RANK", process)
     assert list(ProgressBar(range(3), desc="training", leave=True)) == [0, 1, 2]
     assert ("training: 100%" in written.getvalue()) == (process == "0")
+
+
+@pytest.mark.parametrize(("total", "lines"), [(47, 9), (20, 10), (3, 3)])
+def test_a_log_has_a_line_for_every_tenth(total, lines, monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr(progress, "SECONDS_WITHOUT", 1e-9)
+    assert len([*ProgressBar(range(total), desc="training")]) == total
+    printed = written.getvalue().splitlines()
+    assert len(printed) == lines
+    assert all(line.startswith("training:") and "<" in line for line in printed)
+
+
+def test_a_log_has_no_line_of_a_short_stage(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    list(ProgressBar(range(20), desc="training"))
+    assert not written.getvalue()
