@@ -204,3 +204,19 @@ def test_build_without_compiler_is_refused(tmp_path):
         "FOCUS_EXP_CACHE": str(tmp_path),
     }
     assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=os.getcwd()).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", cpu_sparse.DTYPES)
+@pytest.mark.parametrize(("kernel", "torchs"), [(1.0, 2.0), (2.0, 1.0)], ids=["without AMX", "with AMX"])
+def test_dense_attention_takes_the_faster_of_both(monkeypatch, tmp_path, dtype, kernel, torchs):
+    monkeypatch.setattr(cpu_sparse, "kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr(cpu_sparse, "time_full_attention", lambda _: {"kernel": kernel, "torch": torchs})
+    q, args = torch.randn(1, 2, 256, 16).to(dtype), AttentionArgs(0.25)
+    cpu_sparse.is_faster_than_torch.cache_clear()
+    try:
+        assert cpu_sparse.is_fastest_full_attention(q, q, q, args) == (kernel < torchs)
+        monkeypatch.setattr(cpu_sparse, "time_full_attention", None)
+        cpu_sparse.is_faster_than_torch.cache_clear()  # as in another process, which reads what was measured
+        assert cpu_sparse.is_fastest_full_attention(q, q, q, args) == (kernel < torchs)
+    finally:
+        cpu_sparse.is_faster_than_torch.cache_clear()

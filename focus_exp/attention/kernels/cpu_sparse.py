@@ -7,6 +7,7 @@ no fused attention on a CPU.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -44,7 +45,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 MAX_GROUPS = 64  # bits of a word
 NO_REACH = 1 << 40
 FULL_WINDOW = 64  # keys of full attention that meet a query under a mask; the rest meets it without
-FULL_FROM = 256  # tokens from which full attention is faster than torch's (AVX-512: 1.2 to 3 times)
+FULL_FROM = 256  # tokens from which full attention may be faster than torch's (AVX-512: 1.2 to 3 times)
+TIMED = (1, 8, 1024, 64)  # queries, keys and values of the comparison
 
 
 class CpuSparse(Backend):
@@ -139,7 +141,7 @@ def is_fastest_full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionAr
     """Tell whether `full_attention` serves and is faster than torch's: for whole sequences of some length."""
     if q.device.type != "cpu" or q.shape[2] < FULL_FROM or k.shape[2] != q.shape[2] or args.dropout:
         return False
-    return serves_full(q, v) and not (q.dtype == torch.bfloat16 and has_amx())
+    return serves_full(q, v) and is_faster_than_torch(q.dtype)
 
 
 def serves_full(q: Tensor, v: Tensor) -> bool:
@@ -148,9 +150,42 @@ def serves_full(q: Tensor, v: Tensor) -> bool:
 
 
 @constant
-def has_amx() -> bool:
-    """Tell whether torch multiplies bfloat16 by AMX, which this kernel does not."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+def is_faster_than_torch(dtype: torch.dtype) -> bool:
+    """Tell whether full attention is faster than torch's, which has AMX for bfloat16 where this kernel has not.
+
+    Measured once a kind of processor and number of threads, in 0.1 s; kept beside the kernel.
+    """
+    has_amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+    kind = f"{torch.backends.cpu.get_cpu_capability()}{' with AMX' if has_amx else ''}"
+    key, path = f"{dtype}, {kind}, {torch.get_num_threads()} threads", kernel_folder() / "times.json"
+    known: dict[str, dict[str, float]] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(path.read_text(encoding="utf-8"))
+    if key not in known:
+        known[key] = time_full_attention(dtype)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # a folder that cannot be written costs a measurement
+            temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
+            temporary.replace(path)
+    return known[key]["kernel"] < known[key]["torch"]
+
+
+@torch.no_grad()
+def time_full_attention(dtype: torch.dtype) -> dict[str, float]:
+    """Return the seconds of the kernel and of torch, the least of five in turn."""
+    q = torch.ones(TIMED, dtype=dtype)
+    works = {
+        "kernel": lambda: full_attention(q, q, q, AttentionArgs(1.0)),
+        "torch": lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+    }
+    times = dict.fromkeys(works, float("inf"))
+    for turn in range(6):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            if turn:  # the first loads it
+                times[name] = min(times[name], time.perf_counter() - start)
+    return times
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -222,15 +257,11 @@ def load_operators() -> Any:
 @constant
 def unavailable_reason() -> str | None:
     """Load the kernel, compiled if needed; return why it is not available, or None."""
-    flags = [*FLAGS, *os.environ.get("FOCUS_EXP_CXXFLAGS", "").split()]
-    identity = [torch.__version__, platform.machine(), *flags, *(path.read_text(encoding="utf-8") for path in SOURCES)]
-    digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
-    root = Path(os.environ.get("FOCUS_EXP_CACHE") or Path.home() / ".cache" / "focus_exp").expanduser()
-    folder = root / "kernels" / f"cpu_sparse-{digest}"
+    folder = kernel_folder()
     built = folder / "focus_exp_cpu_sparse.so"
     try:
         if not built.exists():
-            build(folder, flags)
+            build(folder, build_flags())
         torch.ops.load_library(str(built))
         register_operators()
     except Exception as error:  # whatever a compiler, a linker or a full disk says: the masked path serves
@@ -240,6 +271,19 @@ def unavailable_reason() -> str | None:
         return f"could not be built: {reason}"
     log.info("CPU kernel: instruction set %s", torch.ops.focus_exp.use_isa(""))
     return None
+
+
+def build_flags() -> list[str]:
+    return [*FLAGS, *os.environ.get("FOCUS_EXP_CXXFLAGS", "").split()]
+
+
+def kernel_folder() -> Path:
+    """Return the folder in the cache of the kernel of this source, torch and machine."""
+    sources = (path.read_text(encoding="utf-8") for path in SOURCES)
+    identity = [torch.__version__, platform.machine(), *build_flags(), *sources]
+    digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("FOCUS_EXP_CACHE") or Path.home() / ".cache" / "focus_exp").expanduser()
+    return root / "kernels" / f"cpu_sparse-{digest}"
 
 
 def register_operators() -> None:
