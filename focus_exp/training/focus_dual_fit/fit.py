@@ -72,7 +72,7 @@ class CurveProbe(LossProbe):
             pairs = F.pad(sizes.cumsum(-1), (1, 0)).gather(-1, counts[:, rows])
             by_head = members[:, None, :width].expand(part.loss.shape[0] if method.heads > 1 else 1, -1, -1, -1)
             # query heads of a routed head lose the same pairs: their changes add up
-            change, attention = (x @ by_head for x in (part.loss, part.attention))
+            change, attention = ((x * part.distant) @ by_head for x in (part.loss, part.attention))
             lost = pruned_change(change, attention, order[:, rows], method.heads).gather(-1, counts[:, rows])
             recorded.append((pairs, lost))
         pairs, lost = (torch.cat(x, 1) for x in zip(*recorded, strict=True))

@@ -65,7 +65,7 @@ class PairChanges:
     Args:
         rows: the queries.
         distant: `(t, S)` bool, causal pairs beyond window and sinks.
-        attention: `(G, H / G, t, S)`, attention weights of distant pairs.
+        attention: `(G, H / G, t, S)`, attention weights.
         loss: `(G, H / G, t, S)`, first-order change of the loss without the pair [nats].
         first: `(t,)`, first key that each query sees.
     """
@@ -107,7 +107,7 @@ class LossProbe(FullAttention):
                     visible, args,
                 )  # fmt: skip
                 distant = (visible & ~local_mask(sequence, rows, rows.stop, self.window, self.sinks))[0]
-                yield PairChanges(rows, distant, p[0] * distant, loss[0] * distant, visible[0].int().argmax(-1))
+                yield PairChanges(rows, distant, p[0], loss[0], visible[0].int().argmax(-1))
 
         def record(gradient: Tensor) -> None:
             with disable_autocast(gradient):
@@ -122,10 +122,10 @@ class LossProbe(FullAttention):
         """Record the changes of a sequence with keys `(G, T, D)`, some queries at a time."""
 
 
-# importance `(G, t, S)` of pairs, summed over the query heads that share a key
+# importance `(G, t, S)` of distant pairs, summed over the query heads that share a key
 IMPORTANCE: dict[str, Callable[[PairChanges], Tensor]] = {
-    "loss": lambda pairs: pairs.loss.square().sum(1),
-    "attention": lambda pairs: pairs.attention.sum(1),
+    "loss": lambda pairs: pairs.loss.square_().sum(1) * pairs.distant,
+    "attention": lambda pairs: pairs.attention.sum(1) * pairs.distant,
 }
 
 
@@ -168,10 +168,11 @@ def loss_changes(
         Both `(B, G, H / G, t, S)`.
     """
     s = scores(q, k, args)
-    p = weights(s.masked_fill(~visible[:, None], float("-inf")), args.sink_logits)
+    p = weights(s.masked_fill_(~visible[:, None], float("-inf")), args.sink_logits)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    output = p @ values
-    change = p * ((gradient * output).sum(-1, keepdim=True) - gradient @ values.transpose(-1, -2))
+    output = (gradient * (p @ values)).sum(-1, keepdim=True)
+    change = gradient @ values.transpose(-1, -2)
+    torch.sub(output, change, out=change).mul_(p)
     groups = (v.shape[1], -1)
     return p.unflatten(1, groups), change.unflatten(1, groups)
 
