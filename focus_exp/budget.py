@@ -1,4 +1,4 @@
-"""budget=auto: paper or embedded, whichever the machine allows, chosen before the configuration is composed."""
+"""budget=auto: paper, or what fits two CPU cores, as the machine allows; chosen before all is composed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from focus_exp.errors import UserError
 from focus_exp.launcher import count_processes
 
 AUTO = "auto"
+MAIN_JOB = "retrofit_124m"  # experiment whose first answer comes at budget=first, where others take embedded
 WITHOUT_RUNS = ("report", "dashboard", "build_tasks")  # jobs that need no budget, nor wait for torch
 # of the drivers of NVIDIA, its boards, AMD and WSL, without which torch has no GPU
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
@@ -26,7 +27,7 @@ CONFIG_DIR = ("--config-dir", "-cd")
 
 
 def resolve_budget(arguments: list[str]) -> list[str]:
-    """Return the arguments with budget=paper or budget=embedded in place of budget=auto, the default.
+    """Return the arguments with budget=paper, embedded or first in place of budget=auto, the default.
 
     The budget of a sweep is that of its first job. Under SLURM's launcher the jobs have a GPU unless
     hydra.launcher.gpus_per_node says otherwise; whether the Hub answers is asked on this machine.
@@ -52,6 +53,8 @@ def resolve_budget(arguments: list[str]) -> list[str]:
             budget = choose_budget(composed, on_gpu_node=on_gpu_node)
     except (HydraException, OmegaConfBaseException):
         return arguments  # which the command will refuse
+    if budget == "embedded" and trains_main_job(rest):
+        budget = "first"
     return [*options, *(str(override.input_line) for override in rest), f"budget={budget}"]
 
 
@@ -61,6 +64,12 @@ def count_options(arguments: list[str]) -> int:
     while count < len(arguments) and arguments[count].startswith("-"):
         count += 2 if arguments[count] in VALUED else 1
     return count
+
+
+def trains_main_job(overrides: list[Override]) -> bool:
+    """Return whether the main job is trained, alone or as the first of a sweep."""
+    values = {override.key_or_group: first_value(override).partition("=")[2] for override in overrides}
+    return values.get("experiment") == MAIN_JOB and values.get("job", "train") == "train" and "variant" not in values
 
 
 def first_value(override: Override) -> str:

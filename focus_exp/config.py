@@ -195,6 +195,7 @@ class EvalConfig:
     max_sequences: int | None = option(None, least=1)
     batch_size: int = option(1, least=1)
     controls: bool = True
+    bounds: bool = True
     top_k: list[int] = option([], least=1)
     adapters: list[str] = option([])
     fit_variants: list[str] = option([])

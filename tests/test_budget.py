@@ -1,4 +1,4 @@
-"""budget=auto: paper with the Hub and a GPU, else embedded; named in the first line and in the record."""
+"""budget=auto: paper with the Hub and a GPU, else embedded or first; named in the first line and in the record."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def machine(monkeypatch):
     ("gpu", "hub", "budget", "asked"),
     [
         (True, True, "paper", ["openai-community/gpt2"]),
-        (True, False, "embedded", ["openai-community/gpt2"]),
-        (False, True, "embedded", []),
+        (True, False, "first", ["openai-community/gpt2"]),
+        (False, True, "first", []),
     ],
 )
 def test_resolve_budget_follows_gpu_and_hub(machine, gpu, hub, budget, asked):
@@ -48,7 +48,11 @@ def test_resolve_budget_follows_gpu_and_hub(machine, gpu, hub, budget, asked):
         (["-m", "+experiment=retrofit_124m,compare", "model=choice(gpt2_774m,tiny_llama)"], "paper"),
         (["+experiment=frontier"], "paper"),
         (["model=tiny_llama"], "embedded"),
-        (["+experiment=retrofit_124m", "model.path=mine"], "embedded"),
+        ([RETROFIT, "model.path=mine"], "first"),
+        (["-m", "+experiment=retrofit_124m,compare", "model.path=mine"], "first"),
+        ([RETROFIT, "model.path=mine", "job=evaluate"], "embedded"),
+        ([RETROFIT, "model.path=mine", "+variant=shared/two_encoders"], "embedded"),
+        (["+experiment=frontier", "model.path=mine"], "embedded"),
         (["assets=embedded"], "embedded"),
         (["trainer.accelerator=cpu"], "embedded"),
     ],
@@ -71,21 +75,21 @@ def test_resolve_budget_of_several_processes_asks_no_hub(machine, monkeypatch, v
     asked = machine(True, True)
     with pytest.raises(UserError, match="budget must be typed"):
         resolve_budget([RETROFIT])
-    assert resolve_budget([RETROFIT, "model=tiny_llama"])[-1] == "budget=embedded" and not asked
+    assert resolve_budget([RETROFIT, "model=tiny_llama"])[-1] == "budget=first" and not asked
 
 
 def test_resolve_budget_without_a_gpu_composes_nothing(machine, monkeypatch):
     machine(True, True)
     monkeypatch.setattr(module, "GPU_DEVICES", [])
     monkeypatch.setattr(module, "compose", None)
-    assert resolve_budget([RETROFIT]) == [RETROFIT, "budget=embedded"]
+    assert resolve_budget([RETROFIT]) == [RETROFIT, "budget=first"]
 
 
 def test_resolve_budget_of_slurm_jobs_is_that_of_their_nodes(machine):
     machine(False, True)
     command = ["-m", RETROFIT, "hydra/launcher=slurm"]
     assert resolve_budget(command)[-1] == "budget=paper"
-    assert resolve_budget([*command, "hydra.launcher.gpus_per_node=null"])[-1] == "budget=embedded"
+    assert resolve_budget([*command, "hydra.launcher.gpus_per_node=null"])[-1] == "budget=first"
 
 
 def test_resolve_budget_reads_a_config_dir(machine, tmp_path):
@@ -101,7 +105,7 @@ def test_cfg_prints_the_budget_that_runs(machine):
     machine(True, True)
     assert "budget:\n  name: paper\n" in succeed(RETROFIT, "--cfg", "job").out
     machine(False, True)
-    assert "budget:\n  name: embedded\n" in succeed(RETROFIT, "--cfg", "job").out
+    assert "budget:\n  name: first\n" in succeed(RETROFIT, "--cfg", "job").out
 
 
 def test_first_line_and_record_name_the_budget(tmp_path):
@@ -111,6 +115,7 @@ def test_first_line_and_record_name_the_budget(tmp_path):
     paper = succeed(*small, "budget=paper", "recipe.steps=1", f"runs_dir={tmp_path / 'paper'}").out.splitlines()[0]
     assert "budget=paper" in paper and "type budget=embedded" in paper
     assert record_of(tmp_path / "paper").config["budget"]["name"] == "paper"
-    succeed(*small, "recipe.steps=1", f"runs_dir={tmp_path / 'auto'}")
-    assert record_of(tmp_path / "auto").config["budget"]["name"] == "embedded"
-    assert "budget=embedded" in record_of(tmp_path / "auto").command
+    printed = succeed(*small, f"runs_dir={tmp_path / 'auto'}").out.splitlines()[0]
+    assert record_of(tmp_path / "auto").config["budget"]["name"] == "first"
+    assert "budget=first" in record_of(tmp_path / "auto").command
+    assert "type budget=embedded for" in printed

@@ -289,7 +289,7 @@ def test_rounds_end_in_the_numbers_of_a_single_round(measure, labels, batch_size
 
 
 @given(total=st.integers(1, 200), batch_size=st.integers(1, 9))
-def test_split_rounds_keeps_batches_and_doubles(total, batch_size):
+def test_split_rounds_keeps_batches_and_grows_by_four(total, batch_size):
     def batches(indices):
         return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
 
@@ -298,7 +298,7 @@ def test_split_rounds_keeps_batches_and_doubles(total, batch_size):
     counts = np.cumsum([len(added) for added in rounds])
     assert all(count < total / 3 + batch_size for count in counts[:-1])
     if batch_size == 1:
-        assert counts.tolist() == [*(4 << n for n in range(9) if 12 << n <= total), total]
+        assert counts.tolist() == [*(4**n for n in range(1, 5) if 3 * 4**n <= total), total]
 
 
 @pytest.mark.parametrize("stop_at", [2, 5, 9, 13])

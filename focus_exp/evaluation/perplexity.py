@@ -328,7 +328,8 @@ class PerplexityEvaluator:
     def measure_focus(self) -> None:
         """Score soft routing, every hard routing, and the controls of the configured one."""
         attention = self.config.focus
-        self.measure_soft()
+        if self.config.eval.bounds:
+            self.measure_soft()
         rule = attention.pair_rule
         scores = {k: self.add(route_hard(self.model, k, rule)) for k in self.hard_top_ks()}[attention.top_k]
         if not is_causal(self.model) and attention.balance_sequences:
@@ -360,7 +361,7 @@ class PerplexityEvaluator:
             self.add(replace(soft, name=hard_variant(COUNTERPART, top_k, rule), top_k=top_k, pair_rule=rule))
 
     def measure_controls(self, pairs: PairCounter) -> None:
-        """Score the window alone, a density-matched one, and random groups."""
+        """Score the window alone with `eval.bounds`, a density-matched one, and random groups."""
         attention, model = self.config.focus, self.model
         wide = density_matched_window(pairs, attention.sinks, self.layer_sequences())
         fractions = pairs.group_fractions
@@ -368,7 +369,7 @@ class PerplexityEvaluator:
         matched = replace(window, name=WIDE_WINDOW, window=wide)
         random = Variant(name=RANDOM_GROUPS, kind="control", method="random_groups", top_k=attention.top_k)
         controls = [
-            (window, window_only(model, attention.window, attention.sinks), ""),
+            *([(window, window_only(model, attention.window, attention.sinks), "")] if self.config.eval.bounds else []),
             (matched, window_only(model, wide, attention.sinks), str(wide)),
             (random, random_groups(model, fractions, attention, self.config.seed), repr(fractions)),
         ]
@@ -527,15 +528,15 @@ class PerplexityEvaluator:
 
 
 def split_rounds(indices: list[int], batch_size: int) -> list[list[int]]:
-    """Split sequences into those that each round adds, to have 4, 8, 16, ... and then all.
+    """Split sequences into those that each round adds, to have 4, 16, 64, ... and then all.
 
     A round takes whole batches, spread over the sequences: by their number with its bits reversed.
     """
     batches = [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
     bits = len(batches).bit_length()
     order = sorted(range(len(batches)), key=lambda i: f"{i:0{bits}b}"[::-1])
-    rounds = (len(indices) // (3 * FIRST_ROUND)).bit_length()  # of at most a third of all
-    ends = {0, len(batches), *(math.ceil((FIRST_ROUND << n) / batch_size) for n in range(rounds))}
+    sizes = [FIRST_ROUND * 4**n for n in range(len(indices).bit_length())]  # of at most a third of all
+    ends = {0, len(batches), *(math.ceil(size / batch_size) for size in sizes if 3 * size <= len(indices))}
     return [[i for n in sorted(order[begin:end]) for i in batches[n]] for begin, end in pairwise(sorted(ends))]
 
 

@@ -278,7 +278,7 @@ def shared_overrides(config: Config) -> list[str]:
 
 
 def describe_budget(config: Config) -> str:
-    """Return the budget with its part of the paper's steps, and what to type for the other one.
+    """Return the budget with its part of the paper's steps, and what to type for another one.
 
     A variant has the budget of its comparison, which has said so.
     """
@@ -287,14 +287,19 @@ def describe_budget(config: Config) -> str:
         return f"budget={budget}"
     other = "embedded" if budget == "paper" else "paper"
     overrides = [o for o in parse_overrides(command_overrides()) if o.key_or_group != "budget"]
-    theirs = compose_overrides([*(str(o.input_line) for o in overrides), f"budget={other}"])
-    steps, other_steps = (sum(phase.steps for _, phase in each.phases) for each in (config, theirs))
+
+    def count_steps(name: str) -> int:
+        theirs = compose_overrides([*(str(o.input_line) for o in overrides), f"budget={name}"])
+        return sum(phase.steps for _, phase in theirs.phases)
+
+    steps, other_steps = sum(phase.steps for _, phase in config.phases), count_steps(other)
     if config.adapter or steps == other_steps:
         what = "the paper's" if other == "paper" else "a small one"
         return f"budget={budget}; type budget={other} for {what}"
     if budget == "paper":
         return f"budget=paper: the paper's {steps:,} steps; type budget=embedded for {other_steps:,}"
-    return f"budget={budget}: {steps:,} of the paper's {other_steps:,} steps; type budget=paper for all"
+    longer = f"budget=embedded for {count_steps('embedded'):,} and all rows, " if budget == "first" else ""
+    return f"budget={budget}: {steps:,} of the paper's {other_steps:,} steps; type {longer}budget=paper for all"
 
 
 def compose_base(config: Config) -> Config:

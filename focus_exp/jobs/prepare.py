@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.kernels import KERNELS, KernelRequirements
+from focus_exp.attention.base import SPARSE_FROM
+from focus_exp.attention.kernels import KERNELS, KernelRequirements, cpu_sparse
 from focus_exp.config import Config, ModelConfig
 from focus_exp.data import SPLITS, Corpus, SequenceDataset, TokenStream, find_prefix, load_corpus
 from focus_exp.data.texts import find_texts
@@ -83,6 +85,7 @@ def prepare(run: Run) -> Setup:
     config, cache = run.config, cache_root(run.config.cache_dir)
     if config.data.source == "files":  # checked before a model is downloaded or trained
         find_texts(str(config.data.files))
+    building = build_kernel(config, run.precision.device)
     loaded = load_model(
         train_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=run.precision.weights,
         from_scratch=config.recipe.from_scratch,
@@ -105,6 +108,7 @@ def prepare(run: Run) -> Setup:
     sequences = SequenceDataset(held_out, config.eval.seq_len, prefix=find_prefix(tokenizer), cross_documents=False)
     for warning in sequences.length_warnings("eval.seq_len"):
         run.warn(warning)
+    building.join()
     check_backend(model, config.attention.backend, run.precision)
     model.requires_grad_(False)
     for adapter in config.eval.adapters:  # checked before the hours of training
@@ -131,8 +135,8 @@ def shared_folder(run: Run, text: TokenStream, prefix: list[int], cache: Path) -
     """Return where runs share the scores of the same unmodified model on the same text, whatever else they score."""
     config, settings = run.config, run.config.eval
     settings = replace(
-        settings, name="", controls=True, top_k=[], adapters=[], fit_variants=[], tasks=[], long_range_distance=None,
-        request_batch_size=1, batch_size=1,
+        settings, name="", controls=True, bounds=True, top_k=[], adapters=[], fit_variants=[], tasks=[],
+        long_range_distance=None, request_batch_size=1, batch_size=1,
     )  # fmt: skip
     key = [
         SCORES_FORMAT, config.model, run.record.model["fingerprint"], run.record.model.get("tokenizer"), text.digest,
@@ -189,6 +193,15 @@ def train_base(config: Config) -> ModelConfig:
                     "model.path=<other weights>."
                 )
     return replace(config.model, path=str(folder / "model"))
+
+
+def build_kernel(config: Config, device: torch.device) -> Thread:
+    """Start to compile the CPU kernel, if it will serve and is not there, while model and text are loaded."""
+    serves = device.type == "cpu" and config.attention.backend in ("auto", "cpu")
+    is_long = max(config.data.seq_len, config.eval.seq_len) >= SPARSE_FROM["cpu"]
+    thread = Thread(target=cpu_sparse.unavailable_reason if serves and is_long else lambda: None, daemon=True)
+    thread.start()
+    return thread
 
 
 def check_backend(model: PreTrainedModel, backend: str, precision: Precision) -> None:

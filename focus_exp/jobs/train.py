@@ -21,7 +21,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.controls import SOFT
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
-from focus_exp.jobs.cost import CostEstimator
+from focus_exp.jobs.cost import estimate
 from focus_exp.jobs.evaluate import load_trained
 from focus_exp.jobs.prepare import Setup, count_training_tokens, prepare, training_sequences
 from focus_exp.jobs.resume import check_fit_variants, finished_record, print_finished
@@ -64,8 +64,8 @@ def train(config: Config) -> None:
     adapter-<variant>/ for each of eval.fit_variants, model/ where all weights are trained, record.json,
     measurements.csv, losses.csv, table.md, figures/ and a W&B run (online with a key; logger.wandb=disabled writes
     none). Re-run the same command to resume, to the same numbers; overwrite=true repeats a finished run. With a frozen
-    base perplexity is measured on 4, 8, 16, ... and all sequences; the table is printed and written each time, the last
-    time with the variants of eval.fit_variants.
+    base perplexity is measured on 4 sequences before a router is trained, then on 4, 16, 64, ... and all; the table is
+    printed and written each time, the last time with the variants of eval.fit_variants.
 
     assets=auto|hub|embedded chooses where weights and data may come from. A substitute is named in the first lines,
     in the path and in every table. Shorter than 256 tokens on a CPU and 2,048 on a GPU, masked attention gives the
@@ -94,12 +94,11 @@ def train(config: Config) -> None:
         attach_method(model, tuned)
         texts = {name: variant_text(variant, tuned, setup, sequences) for name, variant in fitted.items()}
         if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
-            fits = [(variant.attention, texts[name]) for name, variant in fitted.items()]
-            print(CostEstimator(tuned, setup.perplexity, sequences, fits).estimate())
+            print(estimate(tuned, setup.perplexity, [variant.attention for variant in fitted.values()]))
         if not has_lora:
             run_on_rank_zero(model, setup.measure_base)
         with run.count_training_time():
-            fit(run, model, sequences, setup.perplexity)
+            fit(run, model, sequences, setup)
             if tuned.recipe.trains("all"):
                 save_weights(run.folder, model, setup.tokenizer)
                 run.record.method["weights"] = fingerprint(model)  # of the base of runs with model.path=<this model>
@@ -177,15 +176,15 @@ def attach_method(model: PreTrainedModel, config: Config) -> None:
         )
 
 
-def fit(
-    run: Run, model: PreTrainedModel, sequences: SequenceDataset, evaluator: PerplexityEvaluator | None = None
-) -> None:
+def fit(run: Run, model: PreTrainedModel, sequences: SequenceDataset, setup: Setup | None = None) -> None:
     """Warm start, training phases and calibration; saves the adapter.
 
     Args:
-        evaluator: its text is used to probe routers while they train, and to measure them between phases.
+        setup: its held-out text is used to probe routers while they train, and to measure them after the warm start
+            and between phases.
     """
     config, record, precision = run.config, run.record, run.precision
+    evaluator = setup.perplexity if setup else None
     has_router, adapter = config.has_router, run.folder / "adapter"
     if is_main():
         for warning in remove_damaged(run.folder / CHECKPOINTS, [name for name, _ in config.phases]):
@@ -203,6 +202,9 @@ def fit(
         assert evaluator is not None
         with temporary_calibration(model, balancing, precision):
             evaluator.measure_phase(phase)
+
+    if setup and evaluator and has_router and fitting and evaluator.is_base_frozen and not is_resumed:
+        run_on_rank_zero(model, lambda: preview(run, setup, balancing))
 
     def between(phase: str) -> None:
         if evaluator and has_router:
@@ -236,6 +238,20 @@ def fit(
         record.method |= describe_lora(model)
         save_lora(model, adapter, is_main())
     model.eval()
+
+
+def preview(run: Run, setup: Setup, balancing: list[Tensor]) -> None:
+    """Print and write the table of the first sequences with the router that the warm start left."""
+    record, evaluator = run.record, setup.perplexity
+    measured = record.measurements
+    with temporary_calibration(setup.model, balancing, run.precision):
+        evaluator.begin_round(1)
+        evaluator.measure_variants()
+    setup.write(run)
+    record.error = f"the router before its training, {len(evaluator.scored)} of {len(evaluator.indices)} sequences"
+    print(f"{record.error}:")
+    run.write_report()
+    record.measurements, record.error = measured, None
 
 
 def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDataset, is_resumed: bool) -> list[Tensor]:

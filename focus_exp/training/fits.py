@@ -38,7 +38,7 @@ from focus_exp.training.baseline_fits import (
     set_threshold,
 )
 from focus_exp.training.focus_dual_fit.encoders import standardize
-from focus_exp.training.focus_dual_fit.fit import choose_budget, curves_path, fit_dual_layer, load_layers
+from focus_exp.training.focus_dual_fit.fit import choose_budget, fit_dual_layer, load_layers
 from focus_exp.training.focus_dual_fit.importance import (
     ImportanceProbe,
     Observation,
@@ -117,20 +117,6 @@ def open_fit(
     with file_lock(folder / "lock", str(folder), wait=True):
         remove_stale_temp(folder)
         yield folder
-
-
-def count_remaining(
-    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
-) -> tuple[int, int]:
-    """Count the passes over sequences and the layers that `fit_attached` has left to do, after earlier runs."""
-    calibration = len(sequences) - options.validation_sequences
-    passes = len(sequences) if isinstance(options, DualConfig) else calibration
-    with open_fit(model, sequences, options, precision, cache, seed) as folder:
-        if (folder / "layers.safetensors").exists():
-            is_measured = isinstance(options, DualConfig) and curves_path(folder, options).exists()
-            return 0 if is_measured else passes - calibration, 0
-        layers, parts = (len([*folder.glob(f"parts/{name}*")]) for name in ("layer", ""))
-        return passes - (parts - layers), len(fitted_methods(model)) - layers
 
 
 def fit_attached(

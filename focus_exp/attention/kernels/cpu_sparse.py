@@ -153,7 +153,7 @@ def serves_full(q: Tensor, v: Tensor) -> bool:
 def is_faster_than_torch(dtype: torch.dtype) -> bool:
     """Tell whether full attention is faster than torch's, which has AMX for bfloat16 where this kernel has not.
 
-    Measured once a kind of processor and number of threads, in 0.1 s; kept beside the kernel.
+    Measured once a kind of processor and number of threads, in 0.1 s; kept next to the kernel.
     """
     has_amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
     kind = f"{torch.backends.cpu.get_cpu_capability()}{' with AMX' if has_amx else ''}"
