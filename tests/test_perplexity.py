@@ -33,6 +33,7 @@ from focus_exp.evaluation.perplexity import (
     token_losses,
 )
 from focus_exp.jobs.train import attach_method
+from focus_exp.models.head import Head
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.training.precision import choose_precision
 
@@ -62,7 +63,7 @@ def score_all(model, blocks, batch_size=4) -> Scores:
 @given(prefix=st.sampled_from([[], [BOS], [BOS, 7], [9, BOS, 7]]), batch_size=st.integers(1, 5), seed=SEEDS)
 @settings(max_examples=8)
 def test_score_every_token_given_its_sequence_so_far(tiny_llama, prefix, batch_size, seed):
-    stream, length = random_stream([100, 5, 50], seed), LOGIT_ROWS + 8  # float32 logits in two steps
+    stream, length = random_stream([300, 5, 150], seed), LOGIT_ROWS + 8  # float32 logits in two steps
     blocks = SequenceDataset(stream, length, prefix=prefix, cross_documents=False)
     nll = score_all(tiny_llama, blocks, batch_size).nll
     expected = np.full(nll.shape, np.nan)
@@ -92,7 +93,7 @@ def test_token_losses_bf16_model_computes_in_float32(tiny_model):
     model = tiny_model("llama", dtype=torch.bfloat16)
     tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits, losses = model(tokens).logits[:, :-1], token_losses(model, tokens)[:, 1:]
+        logits, losses = model(tokens).logits[:, :-1], token_losses(Head(model), tokens)[:, 1:]
     assert logits.dtype == torch.bfloat16 and losses.dtype == torch.float32
     exact = F.cross_entropy(logits.double().transpose(1, 2), tokens[:, 1:], reduction="none")
     torch.testing.assert_close(losses.double(), exact, rtol=0, atol=1e-5)

@@ -25,6 +25,7 @@ from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.evaluation.words import CLASSES, TAGGER, read_passage, split_pieces
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
+from focus_exp.models.head import Head
 from focus_exp.models.methods import (
     attached_methods,
     disable_method,
@@ -171,9 +172,10 @@ class GroupAnalysis:
                 groups.setdefault(grouping, []).append(group.cpu())
                 confidence.setdefault(grouping, []).append(largest.float().cpu())
 
+        head = Head(self.model)
         with self.precision.context(), observe_selections(self.model, store):
             for tokens in ProgressBar(self.sequences, desc=f"{label:<28}", unit="sequence"):
-                losses.append(token_losses(self.model, tokens[None].to(self.model.device))[0].cpu())
+                losses.append(token_losses(head, tokens[None].to(self.model.device))[0].cpu())
         stacked = [{key: torch.stack(rows).numpy() for key, rows in x.items()} for x in (groups, confidence)]
         nll = torch.stack(losses).numpy()
         print(f"observed: {label:<16} {nll.size:,} tokens, {np.nanmean(nll):.4f} nats per token")

@@ -47,6 +47,7 @@ from focus_exp.evaluation.controls import (
     window_only,
 )
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
+from focus_exp.models.head import Head
 from focus_exp.models.methods import (
     active_methods,
     hash_methods,
@@ -64,7 +65,7 @@ from focus_exp.training.precision import Precision
 
 log = logging.getLogger(__name__)
 
-LOGIT_ROWS = 32  # positions whose logits are float32 at a time: with 50,000 tokens they stay in a CPU's cache
+LOGIT_ROWS = 128  # positions whose logits are in memory
 FIRST_ROUND = 4  # sequences
 
 
@@ -163,12 +164,12 @@ def score(
     Raises:
         RuntimeError: a loss is not finite; NaN would pass for a token that is not scored.
     """
-    pairs, losses, start = PairCounter(), [], time.perf_counter()
+    pairs, losses, head, start = PairCounter(), [], Head(model), time.perf_counter()
     loader = DataLoader(Subset(blocks, indices), batch_size)
     with precision.context(), observe_selections(model, pairs.observe) if active_methods(model) else nullcontext():
         for batch in ProgressBar(loader, desc=f"{label:<28}", unit="batch"):
             tokens = batch["input_ids"].to(model.device)
-            loss = token_losses(model, tokens)
+            loss = token_losses(head, tokens)
             if not torch.isfinite(loss[:, 1:]).all():
                 raise RuntimeError("a loss is not finite")
             losses.append(loss[:, blocks.unscored - 1 :].cpu())
@@ -176,14 +177,15 @@ def score(
     return Scores(torch.cat(losses).numpy(), time.perf_counter() - start, pairs, ", ".join(paths))
 
 
-def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def token_losses(head: Head, tokens: Tensor) -> Tensor:
     """Return the float32 loss (B, T) of each token; NaN for the first."""
-    logits = model(input_ids=tokens, use_cache=False).logits
+    inputs = head.inputs(input_ids=tokens)
     losses = torch.full(tokens.shape, torch.nan, dtype=torch.float32, device=tokens.device)
     for begin in range(0, tokens.shape[1] - 1, LOGIT_ROWS):
         end = min(begin + LOGIT_ROWS, tokens.shape[1] - 1)
         targets = tokens[:, begin + 1 : end + 1]
-        loss = F.cross_entropy(logits[:, begin:end].float().flatten(0, 1), targets.flatten(), reduction="none")
+        logits = head.logits(inputs[:, begin:end].flatten(0, 1))
+        loss = F.cross_entropy(logits, targets.flatten(), reduction="none")
         losses[:, begin + 1 : end + 1] = loss.unflatten(0, targets.shape)
     return losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Self
 
 import pytorch_lightning as pl
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
+from focus_exp.models.head import Head
 from focus_exp.models.methods import disable_method, find_routers, freeze, is_trainable, temporary_attributes
 from focus_exp.training.distributed import (
     all_gather_object,
@@ -56,16 +58,23 @@ class LanguageModelTask(pl.LightningModule):
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Return the mean loss of tokens `(B, T)` [nats/token]: cross-entropy, or KL from the base."""
-        predicted = self.predict(tokens)
+        head, targets = self.head, tokens[:, 1:].flatten()
+        predicted = head.inputs(input_ids=tokens)[:, :-1].flatten(0, 1)
         if self.phase.objective != "distill":
-            return F.cross_entropy(predicted, tokens[:, 1:].flatten())
+            return head.sum_cross_entropy(predicted, targets) / len(targets)
         with torch.no_grad(), disable_method(self.model):
-            base = self.predict(tokens).log_softmax(-1)
-        return F.kl_div(predicted.log_softmax(-1), base, log_target=True, reduction="none").sum(-1).mean()
+            base = head.inputs(input_ids=tokens)[:, :-1].flatten(0, 1)
 
-    def predict(self, tokens: Tensor) -> Tensor:
-        """Return the logits `(B * (T - 1), V)` of the tokens after the first."""
-        return self.model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+        def divergence(x: Tensor, rows: slice) -> Tensor:
+            with torch.no_grad():
+                target = head.logits(base[rows]).log_softmax(-1)
+            return F.kl_div(head.logits(x).log_softmax(-1), target, log_target=True, reduction="sum")
+
+        return head.sum_losses(divergence, predicted) / len(targets)
+
+    @cached_property
+    def head(self) -> Head:
+        return Head(self.model)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for p in self.trainable_parameters() if p.grad is not None]

@@ -26,6 +26,7 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.router import disable_autocast
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
+from focus_exp.models.head import Head
 from focus_exp.models.methods import attached_methods, swap_methods
 from focus_exp.progress import ProgressBar
 from focus_exp.storage import atomic_write
@@ -34,7 +35,6 @@ from focus_exp.training.precision import Precision
 MAX_THREADS = 4  # layers that are fitted at a time: each takes about 0.4 GB in SmolLM2-135M
 TOP_KEYS = 48  # stored per query: they hold 99 % of its importance in SmolLM2-135M
 ROWS = 64  # queries at a time
-LOSS_ROWS = 256  # tokens whose loss is computed at a time
 
 
 @dataclass
@@ -202,22 +202,12 @@ def backpropagate(
     model: PreTrainedModel, probes: Mapping[int, LossProbe], tokens: Tensor, precision: Precision
 ) -> None:
     """Run tokens `(T,)` forward and back with `probes` in their layers; no weight gets a gradient."""
+    head = Head(model)
     with attached_probes(model, probes), precision.context(), torch.enable_grad():
         embedded = model.get_input_embeddings()(tokens[None].to(model.device)).detach().requires_grad_(True)
-        logits = model(inputs_embeds=embedded, use_cache=False).logits[0, :-1]
-        torch.autograd.grad(logits, embedded, loss_gradient(logits.detach(), tokens[1:].to(logits.device)))
-
-
-def loss_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the gradient of the summed cross entropy with respect to logits `(T, V)`, given targets `(T,)`.
-
-    In chunks of tokens: autograd would keep several float32 tensors of all logits, 2 GB each for Gemma's vocabulary.
-    """
-    gradient = torch.empty_like(logits)
-    for rows in row_blocks(len(targets), LOSS_ROWS):
-        p = logits[rows].float().log_softmax(-1).exp_()
-        gradient[rows] = p.scatter_add_(1, targets[rows, None], p.new_full((len(p), 1), -1.0))
-    return gradient
+        targets = tokens[1:].to(model.device)
+        predicted = head.inputs(inputs_embeds=embedded)[0, :-1]
+        torch.autograd.grad(head.sum_cross_entropy(predicted, targets), embedded)
 
 
 def fitted_methods(model: PreTrainedModel) -> dict[int, Any]:
