@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from builders import make_tokens
+from test_kernels import poisoned_memory  # noqa: F401
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp import attach, set_routing
-from focus_exp.attention.kernels import cpu_sparse
+from focus_exp.attention.kernels import cpu_sparse, gpu_sparse
+from focus_exp.attention.selection import top_k_groups
 from focus_exp.models.methods import attached_methods
 
 needs_kernel = pytest.mark.skipif(cpu_sparse.unavailable_reason() is not None, reason="no compiler")
@@ -61,6 +63,42 @@ def test_cpu_route_operator_fits_torch():
     limits, top_k = torch.zeros(2), torch.ones(2, dtype=torch.int32)
     arguments = (torch.randn(2, 9, 12), weight, bias, torch.randn(2), limits, top_k, None)
     torch.library.opcheck(cpu_sparse.load_operators().route.default, arguments)
+
+
+@pytest.mark.skipif(gpu_sparse.import_error("triton") is not None, reason="no Triton")
+@pytest.mark.parametrize(("trained", "shared"), [(True, False), (False, True)])
+def test_gpu_attention_operators_fit_torch(trained, shared):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(18, 2, 16), *torch.randn(2, 18, 1, 16)
+    asks, answers = torch.rand(2, 2, 1, 9, 3)
+    logits = torch.randn(2, 2)
+    leaves = [x.requires_grad_(trained) for x in (q, k, v, logits, asks, answers)]
+    several = 2 if shared else 1  # of every token, so that every place of a list is filled
+    groups = [top_k_groups(x.detach(), several).to(torch.uint8) for x in (asks, answers)]
+    begins = torch.zeros(2, dtype=torch.int32)
+    valid = torch.ones(2, 9, dtype=torch.uint8) if trained else None
+    numbers = (several, several, 2, 0, 0.3, 0.0)
+    arguments = (*leaves[:3], *groups, begins, valid, *leaves[3:], *numbers, 5.0)
+    torch.library.opcheck(torch.ops.focus_exp.gpu_attend.default, arguments)
+    out, lse, *lists = (x.detach() for x in gpu_sparse.gpu_attend(*arguments))
+    gates = (asks.detach(), answers.detach()) if trained else (None, None)
+    torch.library.opcheck(
+        torch.ops.focus_exp.gpu_attend_backward.default,
+        (
+            out,
+            lse,
+            torch.rand(2, 18),
+            q.detach(),
+            k.detach(),
+            v.detach(),
+            *groups,
+            begins,
+            valid,
+            lists,
+            *gates,
+            *numbers,
+        ),
+    )
 
 
 @needs_kernel

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from focus_exp.attention.kernels.contract import Backend, BackendUnsupported, EncoderWeights, KernelRequirements
+from focus_exp.attention.kernels.contract import (
+    Backend,
+    BackendUnsupported,
+    EncoderWeights,
+    KernelRequirements,
+    constant,
+)
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_SHARED_GROUPS = 63  # bits of a word
 PARTIAL_BYTES = 2**30  # room for partial results; longer sequences are computed in several spans of queries
+CHUNK = 64  # tokens of a sequence that a program sorts
 SPAN = 128  # tokens that a span is a multiple of
 SCAN_BLOCK = 64  # chunks
 SINK_CHUNK = 2048  # queries per program of the sinks' gradients
@@ -54,10 +61,11 @@ class Triton(Backend):
         if args.ste_slope and selection.assignment is not None:
             pair = (selection.assignment, selection.effective_key_assignment)
             gates = [x if x.ndim == 4 else x[:, None] for x in pair]
-        logits = None if args.sink_logits is None else args.sink_logits.float().expand(len(q), q.shape[1])
+        logits = None if args.sink_logits is None else args.sink_logits.float().expand(len(q), q.shape[1]).contiguous()
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         flat = [x if x.stride(-1) == 1 else x.contiguous() for x in flat]
-        out: Tensor = Attention.apply(*flat, *gates, logits, setup, replace(args, sink_logits=None))
+        scores = (args.scaling, args.softcap or 0.0, args.ste_slope or 0.0)
+        out: Tensor = gpu_attend(*flat, *setup.tensors, logits, *gates, *setup.numbers, *scores)[0]
         return out.unflatten(0, (len(q), -1)).transpose(1, 2)
 
 
@@ -72,6 +80,21 @@ class Setup:
     max_groups: tuple[int, int]
     window: int
     sinks: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.query_groups, self.key_groups, self.begins, self.valid
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        return *self.max_groups, self.window, self.sinks
+
+    @staticmethod
+    def unpack(tensors: Any, numbers: Any) -> Setup:
+        """Make one of what `tensors` and `numbers` return."""
+        per_query, per_key, window, sinks = numbers
+        query_groups, key_groups, begins, valid = tensors
+        return Setup(query_groups, key_groups, begins, valid, (per_query, per_key), window, sinks)
 
     @property
     def valid_or_placeholder(self) -> Tensor:
@@ -122,35 +145,47 @@ class Layout:
     sorted_v: Tensor
 
     @staticmethod
-    def of(setup: Setup, k: Tensor, v: Tensor) -> Layout:
-        """Sort keys and values `(n, G, D)`."""
+    def empty(setup: Setup, k: Tensor, v: Tensor) -> Layout:
+        """Make room for the lists of keys and values `(n, G, D)`."""
         batch, lists, length, groups = setup.key_groups.shape
         (r, s), heads, size, device = setup.max_groups, k.shape[1], k.shape[2], k.device
-        chunks, rows, width = -(-length // kernels().CHUNK), batch * lists, block_of(groups)
+        chunks, rows = -(-length // CHUNK), batch * lists
 
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        counts, ahead = new(2, rows, chunks, width), new(2, rows, chunks + 1, width)
-        common = {"K": groups, "BK": width, "C": kernels().CHUNK, "VALID": setup.valid is not None}
-        described = (setup.query_groups, setup.key_groups, setup.begins, setup.valid_or_placeholder)
-        kernels().count_members[(chunks, rows)](*described, counts, length, chunks, setup.sinks, lists, **common)
-        kernels().scan_counts[(2 * rows,)](counts, ahead, chunks, BK=width, BC=SCAN_BLOCK)
-        is_shared = min(r, s) > 1
-        bits = [new(rows, length * n if is_shared else 1, dtype=torch.int64) for n in (1, s)]
-        made = Layout(
-            setup, ahead, entries=new(rows, length * r), visible=new(rows, length * r), memberships=new(rows, length),
+        bits = [new(rows, length * n if min(r, s) > 1 else 1, dtype=torch.int64) for n in (1, s)]
+        return Layout(
+            setup, ahead=new(2, rows, chunks + 1, block_of(groups)),
+            entries=new(rows, length * r), visible=new(rows, length * r), memberships=new(rows, length),
             keys=new(rows, length * s), slots=new(rows, length, s), query_bits=bits[0], key_bits=bits[1],
             sorted_k=new(batch, heads, length * s, size, dtype=k.dtype),
             sorted_v=new(batch, heads, length * s, size, dtype=v.dtype),
         )  # fmt: skip
+
+    @staticmethod
+    def of(setup: Setup, k: Tensor, v: Tensor) -> Layout:
+        """Sort keys and values `(n, G, D)`."""
+        made, (batch, lists, length, groups) = Layout.empty(setup, k, v), setup.key_groups.shape
+        heads, size, chunks, width = k.shape[1], k.shape[2], -(-length // CHUNK), made.ahead.shape[-1]
+        counts = torch.empty(2, batch * lists, chunks, width, dtype=torch.int32, device=k.device)
+        common = {"K": groups, "BK": width, "C": CHUNK, "VALID": setup.valid is not None}
+        described = (setup.query_groups, setup.key_groups, setup.begins, setup.valid_or_placeholder)
+        kernels().count_members[(chunks, batch * lists)](
+            *described, counts, length, chunks, setup.sinks, lists, **common
+        )  # fmt: skip
+        kernels().scan_counts[(2 * batch * lists,)](counts, made.ahead, chunks, BK=width, BC=SCAN_BLOCK)
         kernels().place_tokens[(chunks, heads, batch)](
-            k, v, made.sorted_k, made.sorted_v, *described, ahead, made.entries, made.visible, made.memberships,
-            made.keys, made.slots, *bits, length, chunks, r, s, setup.window, setup.sinks, lists,
+            k, v, made.sorted_k, made.sorted_v, *described, made.ahead, made.entries, made.visible, made.memberships,
+            made.keys, made.slots, made.query_bits, made.key_bits, length, chunks, *setup.numbers, lists,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            D=size, BD=block_of(size), SHARED=is_shared, **common,
+            D=size, BD=block_of(size), SHARED=made.is_shared, **common,
         )  # fmt: skip
         return made
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, item.name) for item in fields(self)[1:])
 
     @property
     def is_shared(self) -> bool:
@@ -170,41 +205,101 @@ class Layout:
         return torch.empty(shape, dtype=dtype, device=self.sorted_k.device)
 
 
-class Attention(torch.autograd.Function):
+SETUP = "Tensor query_groups, Tensor key_groups, Tensor begins, Tensor? valid"
+NUMBERS = "int query_groups_of_token, int key_groups_of_token, int window, int sinks, float scaling, float softcap"
+LISTS = len(fields(Layout)) - 1
+
+
+@torch.library.custom_op(
+    "focus_exp::gpu_attend", mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {SETUP}, Tensor? logits, Tensor? asks, Tensor? answers, {NUMBERS}, "
+    f"float slope) -> ({', '.join(['Tensor'] * (2 + LISTS))})",
+)  # fmt: skip
+def gpu_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """Return output, logsumexp, and the tensors of a `Layout`, which the backward reads; see `attend`."""
+    setup, logits, args = read_arguments(others)
+    layout = Layout.of(setup, k, v)
+    return *attend(q, k, v, logits, layout, args), *layout.tensors
+
+
+@gpu_attend.register_fake
+def fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        lse,
+        *Layout.empty(read_arguments(others)[0], k, v).tensors,
+    )
+
+
+def read_arguments(others: tuple[Any, ...]) -> tuple[Setup, Tensor | None, AttentionArgs]:
+    """Return what the operator's arguments after q, k and v say."""
+    *tensors, logits, _asks, _answers, per_query, per_key, window, sinks, scaling, softcap, _slope = others
+    setup = Setup.unpack(tensors, (per_query, per_key, window, sinks))
+    return setup, logits, AttentionArgs(scaling, softcap or None)
+
+
+@torch.library.custom_op(
+    "focus_exp::gpu_attend_backward", mutates_args=(),
+    schema=f"(Tensor dout, Tensor lse, Tensor delta, Tensor q, Tensor k, Tensor v, {SETUP}, Tensor[] lists, "
+    f"Tensor? asks, Tensor? answers, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def gpu_attend_backward(
+    dout: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, query_groups: Tensor, key_groups: Tensor,
+    begins: Tensor, valid: Tensor | None, lists: list[Tensor], asks: Tensor | None, answers: Tensor | None,
+    *numbers: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the float32 gradients of q, k and v, and of asks and answers `(B, G, T, K)`, empty where not given."""
+    *limits, scaling, softcap = numbers
+    layout = Layout(Setup.unpack((query_groups, key_groups, begins, valid), limits), *lists)
+    args = AttentionArgs(scaling, softcap or None)
+    dq, dasks = backward_queries(q, k, v, dout, lse, delta, answers, layout, args)
+    dk, dv, danswers = backward_keys(q, k, v, dout, lse, delta, asks, layout, args)
+    return dq, dk, dv, *(q.new_empty(0) if x is None else x.contiguous() for x in (dasks, danswers))
+
+
+@gpu_attend_backward.register_fake
+def fake_attend_backward(
+    dout: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, query_groups: Tensor, key_groups: Tensor,
+    begins: Tensor, valid: Tensor | None, lists: list[Tensor], asks: Tensor | None, *others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, _, length, groups = key_groups.shape
+    shapes = [(batch, k.shape[1], length, groups) if asks is not None else (0,)] * 2
+    dtype = torch.float32 if asks is not None else q.dtype
+    gradients = (torch.empty(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
+    return *gradients, *(q.new_empty(shape, dtype=dtype) for shape in shapes)
+
+
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, per_query, per_key, window, sinks, scaling, softcap, slope = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*tensors, *output)
+    ctx.numbers, ctx.slope = (per_query, per_key, window, sinks, scaling, softcap), slope
+
+
+@once_differentiable
+def backward(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Tensor | None, ...]:
     """Backward from out and lse of complete rows, so that the gradients of window and groups add up."""
+    q, k, v, *setup, logits, asks, answers, out, lse = ctx.saved_tensors[:12]
+    lists = list(ctx.saved_tensors[12:])
+    dout = dout.to(out.dtype).contiguous()
+    delta = (dout.float() * out.float()).sum(-1).T.contiguous()  # (H, n)
+    gates = (asks, answers) if any(ctx.needs_input_grad[8:10]) else (None, None)
+    dq, dk, dv, *dgates = gpu_attend_backward(dout, lse, delta, q, k, v, *setup, lists, *gates, *ctx.numbers)
+    dlogits = None
+    if logits is not None:  # p * (dP - delta) with dP = 0: the sink has no value
+        split = (len(lse), len(logits), -1)
+        weights = torch.exp(logits.T[..., None] - lse.view(split))
+        dlogits = -(weights * delta.view(split)).sum(-1).T
+    of_gates = [
+        None if gate is None else dgate.mul(ctx.slope).sum_to_size(gate.shape).to(gate)
+        for gate, dgate in zip(gates, dgates, strict=True)
+    ]
+    of_tokens = (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+    return *of_tokens, None, None, None, None, dlogits, *of_gates, *[None] * (len(ctx.numbers) + 1)
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, asks: Tensor | None, answers: Tensor | None,
-        sink_logits: Tensor | None, setup: Setup, args: AttentionArgs,
-    ) -> Tensor:  # fmt: skip
-        layout = Layout.of(setup, k, v)
-        logits = None if sink_logits is None else sink_logits.contiguous()
-        out, lse = attend(q, k, v, logits, layout, args)
-        ctx.save_for_backward(q, k, v, asks, answers, logits, out, lse)
-        ctx.layout, ctx.args = layout, args
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, asks, answers, logits, out, lse = ctx.saved_tensors
-        layout: Layout = ctx.layout
-        dout = grads[0].to(out.dtype).contiguous()
-        delta = (dout.float() * out.float()).sum(-1).T.contiguous()  # (H, n)
-        gates = (asks, answers) if any(ctx.needs_input_grad[3:5]) else (None, None)
-        dq, dasks = backward_queries(q, k, v, dout, lse, delta, gates[1], layout, ctx.args)
-        dk, dv, danswers = backward_keys(q, k, v, dout, lse, delta, gates[0], layout, ctx.args)
-        dlogits = None
-        if logits is not None:  # p * (dP - delta) with dP = 0: the sink has no value
-            split = (len(lse), len(logits), -1)
-            weights = torch.exp(logits.T[..., None] - lse.view(split))
-            dlogits = -(weights * delta.view(split)).sum(-1).T
-        dgates = [
-            None if gate is None or dgate is None else dgate.mul(ctx.args.ste_slope).sum_to_size(gate.shape).to(gate)
-            for gate, dgate in ((asks, dasks), (answers, danswers))
-        ]
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *dgates, dlogits, None, None
+gpu_attend.register_autograd(backward, setup_context=save_for_backward)
 
 
 def attend(
@@ -294,7 +389,7 @@ def backward_keys(
     dk, dv = (torch.empty(n, groups, size, device=q.device) for _ in range(2))
     queries, keys = strides(q, k, v)
     common, saved = score_settings(q, k, args), (dout, lse, delta)
-    chunks = -(-length // kernels().CHUNK)
+    chunks = -(-length // CHUNK)
     launch(
         kernels().groups_backward_keys, group_grid(layout, length, heads, over_keys=True),
         q, layout.sorted_k, layout.sorted_v, *saved, sorted_dk, sorted_dv, sorted_gate, gate, *query_lists(layout),
@@ -340,16 +435,37 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
         local: tokens of window and sinks.
         is_pair: divide scores by the number of keys beyond them.
     """
-    (batch, length), (heads, _, count) = h.shape[:2], weights.bias.shape
     can_halve = can_multiply_halves(h)
     products = multiply_halves(h, weights.packed) if can_halve else h.flatten(0, 1).float() @ weights.weight
-    groups = [torch.empty(batch, heads, length, count, dtype=torch.uint8, device=h.device) for _ in range(2)]
-    size = kernels().CHUNK
-    kernels().select_groups[(-(-length // size), heads, batch)](
-        products, weights.bias, weights.worth_bias, weights.limits, weights.top_k, start.contiguous(), *groups,
-        length, local, weights.weight.shape[1], K=count, BK=block_of(count), C=size, PAIR=is_pair, HALVES=can_halve,
+    queries, keys = gpu_route(
+        products, weights.bias, weights.worth_bias, weights.limits, weights.top_k, start.contiguous(), local, is_pair,
+        can_halve,
     )  # fmt: skip
-    return groups[0].view(torch.bool), groups[1].view(torch.bool)
+    return queries.view(torch.bool), keys.view(torch.bool)
+
+
+@torch.library.custom_op("focus_exp::gpu_route", mutates_args=())
+def gpu_route(
+    products: Tensor, bias: Tensor, worth_bias: Tensor, limits: Tensor, top_k: Tensor, start: Tensor, local: int,
+    is_pair: bool, has_halves: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the groups `(B, N, T, K)` uint8 of queries and of keys, see the kernel `select_groups`."""
+    (batch, length), (heads, _, count) = start.shape, bias.shape
+    queries, keys = fake_route(products, bias, worth_bias, limits, top_k, start)
+    kernels().select_groups[(-(-length // CHUNK), heads, batch)](
+        products, bias, worth_bias, limits, top_k, start, queries, keys, length, local,
+        products.shape[1] // (1 + has_halves), K=count, BK=block_of(count), C=CHUNK, PAIR=is_pair, HALVES=has_halves,
+    )  # fmt: skip
+    return queries, keys
+
+
+@gpu_route.register_fake
+def fake_route(
+    products: Tensor, bias: Tensor, worth_bias: Tensor, limits: Tensor, top_k: Tensor, start: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    (batch, length), (heads, _, count) = start.shape, bias.shape
+    queries, keys = (products.new_empty(batch, heads, length, count, dtype=torch.uint8) for _ in range(2))
+    return queries, keys
 
 
 def can_multiply_halves(h: Tensor) -> bool:
@@ -376,9 +492,8 @@ def gate_arguments(gate: Tensor | None, q: Tensor) -> tuple[Tensor, int]:
 
 def chunk_range(first: int, span: int, length: int) -> tuple[int, int, int]:
     """Return the number of chunks of a sequence, and the first and the end of those of a span."""
-    size = kernels().CHUNK
-    chunks = -(-length // size)
-    return chunks, first // size, min((first + span) // size, chunks)
+    chunks = -(-length // CHUNK)
+    return chunks, first // CHUNK, min((first + span) // CHUNK, chunks)
 
 
 def query_lists(layout: Layout) -> tuple[Tensor, ...]:
@@ -454,14 +569,14 @@ def import_error(package: str) -> str | None:
     return None
 
 
-@cache
+@constant
 def unavailable_reason() -> str | None:
     """Return why the kernels cannot run on this machine's GPU; None where they can."""
     missing = import_error("triton")
     return capability_reason((8, 0)) or (missing and f"needs the package triton: {missing}")
 
 
-@cache
+@constant
 def capability_reason(needed: tuple[int, int]) -> str | None:
     """Return why the device's compute capability is too low."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed:

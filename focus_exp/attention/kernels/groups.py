@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from focus_exp.attention.kernels.layout import CHUNK
+from focus_exp.attention.kernels.gpu_sparse import CHUNK
 from focus_exp.attention.kernels.tiles import attend, load, score_grad, store
 from focus_exp.attention.kernels.tuning import jit
 

@@ -22,7 +22,6 @@ import triton.language as tl
 from focus_exp.attention.kernels.tiles import load, store
 from focus_exp.attention.kernels.tuning import jit
 
-CHUNK = 64
 UNSET = tl.constexpr(3.4028234663852886e38)  # the largest float: no limit
 
 
