@@ -11,24 +11,29 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from focus_exp.attention.kernels import groups, layout, window
+from focus_exp.attention.kernels import decode_gpu, groups, layout, window
 
 KERNELS = (
     *(layout.count_members, layout.scan_counts, layout.place_tokens, layout.select_groups),
     *(window.window_forward, window.window_backward_queries, window.window_backward_keys, window.sinks_backward),
     *(groups.groups_forward, groups.groups_backward_queries, groups.groups_backward_keys),
+    *(decode_gpu.decode_span, decode_gpu.decode_merge),
 )
 HALF = "q k v out dout partial sorted_k sorted_v"
 FULL = (
     "lse delta partial_lse sink_logits dq dk dv dgate gate partial_gate sorted_dk sorted_dv sorted_gate products bias "
-    "worth_bias limits"
+    "worth_bias limits sums states"
 )
-BYTES, INT = "valid query_groups key_groups", "begins entries visible ahead keys slots memberships counts top_k"
+BYTES, INT = (
+    "valid query_groups key_groups seen",
+    "key_words query_words far near begins entries visible ahead keys slots memberships counts top_k",
+)
 TYPES = {"*bf16": HALF, "*fp32": FULL, "*u8": BYTES, "*i32": INT, "*i64": "query_bits key_bits start"}
 POINTERS = {name: kind for kind, names in TYPES.items() for name in names.split()}
 FLOAT = "scale cap unit"
 SIZES = {
-    "HG": 4, "D": 48, "BD": 64, "BM": 32, "BN": 32, "BS": 16, "K": 8, "BK": 16, "C": 64, "BC": 64, "PRECISION": "tf32"
+    "HG": 4, "D": 48, "BD": 64, "BM": 32, "BN": 32, "BS": 16, "K": 8, "BK": 16, "C": 64, "BC": 64, "PRECISION": "tf32",
+    "BH": 16, "DV": 48, "BDV": 64, "W": 2,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 from focus_exp import UserError, attach, detach, disable_method, set_routing
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.models import self_check
+from focus_exp.models.hf_cache import GrowingLayer
 from focus_exp.models.hooks import IMPLEMENTATION, routed_attention
 from focus_exp.models.methods import attached_methods, observe_selections
 
@@ -120,26 +121,40 @@ def test_forward_non_causal_mask_raises(tiny_model):
         compute_logits(model, make_tokens(), attention_mask=mask[-1:].expand(2, 1, -1, -1))
 
 
-def test_grouped_cache_other_reader_raises(tiny_model):
+def test_cache_is_read_by_the_base_and_no_longer_by_the_method(tiny_model):
+    model, tokens = attach_focus(tiny_model("llama"), layers=[1]), make_tokens()
+    with torch.no_grad():
+        cache, other = (model(tokens, use_cache=True).past_key_values for _ in range(2))
+    more = {"past_key_values": cache, "use_cache": True}
+    plain = DynamicCache(config=model.config)
+    for index, layer in enumerate(cache.layers):
+        plain.update(layer.keys, layer.values, index)
+    with disable_method(model):
+        found, expected = (
+            compute_logits(model, tokens[:, :1], past_key_values=x, use_cache=True) for x in (cache, plain)
+        )
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(UserError, match="filled without"):
+        compute_logits(model, tokens[:, :1], **more)
+    other.layers[1].keys, other.layers[1].values = (x[:, :, 1:] for x in (other.layers[1].keys, other.layers[1].values))
+    with pytest.raises(UserError, match="has 40 keys in layer 1, and the groups of 41"):
+        compute_logits(model, tokens[:, :1], past_key_values=other, use_cache=True)
+
+
+def test_cache_with_other_groups_raises(tiny_model):
     model, tokens = attach_focus(tiny_model("llama")), make_tokens()
     with torch.no_grad():
         cache = model(tokens, use_cache=True).past_key_values
-    more = {"past_key_values": cache, "use_cache": True}
-    with disable_method(model), pytest.raises(UserError, match="KV cache is grouped"):
-        compute_logits(model, tokens[:, :1], **more)
-    twin = copy.deepcopy(cache)
+    more, twin = {"past_key_values": cache, "use_cache": True}, copy.deepcopy(cache)
     set_routing(model, hard=True, pair_rule="share")
-    with pytest.raises(UserError, match="filled with other groups"):
+    with pytest.raises(UserError, match="filled without"):
         compute_logits(model, tokens[:, :1], **more)
     set_routing(model, hard=True, pair_rule="query_topk")
     expected = compute_logits(model, torch.cat([tokens, tokens[:, :1]], 1))[:, -1:]
     found = compute_logits(model, tokens[:, :1], **more | {"past_key_values": twin})
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    detach(model)
-    with pytest.raises(UserError, match="KV cache is grouped"):
-        compute_logits(model, tokens[:, :1], **more)
-    attach_focus(model)
-    with pytest.raises(UserError, match="filled with other groups"):
+    attach_focus(detach(model))
+    with pytest.raises(UserError, match="filled without"):
         compute_logits(model, tokens[:, :1], **more)
 
 
@@ -155,7 +170,7 @@ def test_attach_lost_mask_raises(tiny_model, monkeypatch, clear_verified):
 
 
 def test_attach_forgetting_cache_raises(tiny_model, monkeypatch, clear_verified):
-    monkeypatch.setattr("focus_exp.attention.kv_cache.GroupedCache.append", lambda *args: None)
+    monkeypatch.setattr(GrowingLayer, "update", lambda self, *new: new)
     with pytest.raises(UserError, match="cannot run an attached method through the cache"):
         attach(tiny_model("llama"))
 
@@ -164,7 +179,6 @@ def test_attach_forgetting_cache_raises(tiny_model, monkeypatch, clear_verified)
     ("name", "reason"),
     [
         ("inkling_text", "InklingAttention.*position_bias"),
-        ("diffllama", "computes attention more than once"),
         ("doge", "attention_mask must have shape"),
         ("bloom", "has no layer that computes attention by transformers' attention interface"),
     ],

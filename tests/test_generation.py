@@ -14,6 +14,7 @@ from focus_exp import attach
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Continuation, Generation, measure_cache
+from focus_exp.models.hf_cache import count_keys_and_bytes
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.measurement import format_measurements
 from focus_exp.results.record import Record
@@ -161,8 +162,8 @@ def test_measure_cache_counts_layers_with_full_attention(tiny_model):
         torch.arange(3, 63)[None], max_new_tokens=5, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True
     )
     cache = output.past_key_values
-    assert measure_cache(cache)[0] == (64 + cache.layers[1].grouped.pairs_read) / 2
-    assert cache.layers[1].grouped.pairs_read < 64
+    assert measure_cache(cache)[0] == (64 + count_keys_and_bytes(cache.layers[1])[0]) / 2
+    assert count_keys_and_bytes(cache.layers[1])[0] < 64
 
 
 def test_key_gate_generates(tmp_path):

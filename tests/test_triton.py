@@ -25,6 +25,7 @@ from focus_exp.attention.kernels import (
     gpu_sparse,
 )
 from focus_exp.attention.kernels.gpu_sparse import Layout, Setup, Triton
+from focus_exp.attention.kv_cache import CachedKeys, pack_groups
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
@@ -125,6 +126,27 @@ def test_setup_never_waits_for_the_device(padding):
 def test_spans_of_queries_equal_reference():
     case = gpu_checks.Case(2, "share", size=16, dtype=torch.float16, length=134, per_head=True, spans=True)
     assert case.errors("cpu") == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seen", [None, "rows", "shared"])
+def test_attend_cached_split_over_keys_equals_the_masked_path(seen, dtype):
+    from focus_exp.attention.kernels.decode_gpu import attend_cached
+
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, n, length, size, dtype=dtype) for n, length, size in ((6, 3, 24), (2, 700, 24), (2, 700, 40))
+    )
+    groups = [pack_groups(torch.rand(2, 2, n, 40) < 0.03, 2, n, q.device) for n in (700, 3)]
+    visible = torch.rand(2, 3 if seen == "rows" else 1, 700) < 0.9 if seen else None
+    before = torch.randint(5, (2, 3)).int() if seen == "rows" else None
+    keys = CachedKeys(*groups, visible, before, 50, 4)
+    args = AttentionArgs(0.2, 3.0 if seen else None, sink_logits=torch.randn(6) if seen else None)
+    exact = keys.attend_masked(q.float(), k.float(), v.float(), args)
+    logits = None if args.sink_logits is None else args.sink_logits.expand(2, -1).contiguous()
+    out = attend_cached(q, k, v, *groups, visible, before, logits, 50, 4, 0.2, args.softcap or 0.0)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(out.transpose(1, 2).float(), exact, atol=tolerance, rtol=tolerance)
 
 
 def test_too_many_shared_groups_raise():

@@ -189,7 +189,7 @@ class AttentionMethod(nn.Module):
         return (self.serial,)
 
     def kv_cache_unsupported_reason(self) -> str | None:
-        """Return why `GroupedCache` would not compute what `attend` does; None where it would."""
+        """Return why attention to cached keys is not what `attend` computes; None where it is."""
         return f"{type(self).__name__}, which computes whole sequences only"
 
     @torch.no_grad()

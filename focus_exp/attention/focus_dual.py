@@ -205,8 +205,9 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
         if torch.compiler.is_compiling():
             return self.fold_encoders()
         tensors = [*self.parameters(), *self.buffers()]
-        state = ([(x.data_ptr(), x._version) for x in tensors], self.groups_per_head, self.counts)
-        if self.folded is None or self.folded[0] != state:
+        versions = [(x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
+        state = (versions, self.groups_per_head, self.counts)
+        if self.folded is None or self.folded[0] != state or any(x.is_inference() for x in tensors):
             self.folded = (state, self.fold_encoders())
         return self.folded[1]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ class Sequence:
             layers, chunks, packed sequences); else None.
         reach: a query i sees the keys j with i - j < reach, and `allowed` says no more; else None.
         order: `(B, T)` int, padding first, where there is some between tokens; else None. compact: in that order.
-        position: `(B, past + T)` int, the valid tokens before each token, cached ones included, where padding between
-            them makes that another distance; else None.
     """
 
     start: Tensor
@@ -36,17 +34,11 @@ class Sequence:
     reach: int | None = None
     order: Tensor | None = None
     compact: Sequence | None = None
-    position: Tensor | None = None
 
     @staticmethod
     def plain(batch: int, length: int, device: torch.device | str = "cpu") -> Sequence:
         """Describe one causal sequence per row, without padding."""
         return Sequence(start=torch.zeros(batch, length, dtype=torch.long, device=device))
-
-    @cached_property
-    def last_start(self) -> int:
-        """Index at which the last sequence starts; cached, so that only the first layer waits for the device."""
-        return int(self.start.max())
 
     def reorder(self, order: Tensor) -> Sequence:
         """Put the tokens in an order `(B, T)` with padding first: windows and sinks then count the others alone."""
@@ -69,12 +61,12 @@ class Sequence:
 
     def repeat_rows(self, times: int) -> Sequence:
         """Repeat every row `times` times, one after the other."""
-        start, valid, allowed, position = (
+        start, valid, allowed = (
             x if x is None or len(x) < len(self.start) else x.repeat_interleave(times, 0)
-            for x in (self.start, self.valid, self.allowed, self.position)
+            for x in (self.start, self.valid, self.allowed)
         )
         assert start is not None
-        return Sequence(start, valid, allowed, self.reach, position=position)
+        return Sequence(start, valid, allowed, self.reach)
 
 
 @dataclass(frozen=True)
@@ -223,16 +215,14 @@ def reorder(x: Tensor, order: Tensor | None, dim: int) -> Tensor:
     return x.gather(dim, order.view(shape).expand_as(x))
 
 
-def sequence_starts(first: Tensor, past: int = 0, before: Tensor | int = 0) -> Tensor:
+def sequence_starts(first: Tensor) -> Tensor:
     """Return `(B, T)` int, where each token's sequence starts: at a token that sees none before itself.
 
     Args:
         first: `(B, T)` int, the first token that each one sees.
-        past: number of tokens before these.
-        before: `(B, 1)` int, where the sequence of the tokens before these started.
     """
-    position = torch.arange(past, past + first.shape[1], device=first.device)
-    return torch.where(first == position, position, before).cummax(1).values
+    position = torch.arange(first.shape[1], device=first.device)
+    return torch.where(first == position, position, 0).cummax(1).values
 
 
 def local_only_selection(sequence: Sequence) -> Selection:

@@ -1,8 +1,9 @@
 """Attach an attention method to a Hugging Face model, and detach it.
 
 The method replaces the layers' attention through transformers' attention interface. A forward pre-hook on every
-attention module routes its hidden states; a mask function keeps masks small; a pre-hook on the decoder makes the KV
-cache grouped. All state is in the model's own modules and configs, so that checkpointing, copies and nested calls work.
+attention module routes its hidden states; a mask function keeps masks small; a pre-hook on the decoder lets the KV
+cache keep groups. All state is in the model's own modules and configs, so that checkpointing, copies and nested calls
+work.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def prevent_repacking(model: nn.Module) -> list[nn.Module]:
 def prepare_decoder(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modules: dict[int, nn.Module]
 ) -> tuple[Any, dict[str, Any]]:
-    """Make the KV cache grouped and check the mask: the decoder's pre-hook.
+    """Let the KV cache keep the groups of its keys and check the mask: the decoder's pre-hook.
 
     modules: attached layers by index.
     """
@@ -218,15 +219,16 @@ def prepare_decoder(
     cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if use_cache is None:
         use_cache = getattr(decoder.config.get_text_config(), "use_cache", False)
-    if (use_cache or cache is not None) and not is_grouped(cache):
-        methods = {i: get_method(module) for i, module in modules.items() if not get_method(module).is_dense()}
-        if methods:
-            cache = prepare_cache(decoder.config, methods, cache)
-            kwargs["past_key_values"], kwargs["use_cache"] = cache, cache is not None
+    methods = {i: get_method(module) for i, module in modules.items() if not get_method(module).is_dense()}
+    if methods and (use_cache or cache is not None):
+        cache = prepare_cache(decoder.config, methods, cache)
+        kwargs["past_key_values"], kwargs["use_cache"] = cache, cache is not None
     mask = kwargs.get("attention_mask")
     tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-    if isinstance(mask, Tensor) and (cache is None or is_grouped(cache)):
-        check_mask(mask, tokens.shape[1], 0 if cache is None else cache.get_seq_length())
+    past = 0 if cache is None else cache.get_seq_length()
+    # of a preallocated cache, whose past is a tensor, the mask may be as wide as the cache
+    if isinstance(mask, Tensor) and (cache is None or is_grouped(cache)) and not isinstance(past, Tensor):
+        check_mask(mask, tokens.shape[1], past)
     if mask is None and cache is None and kwargs.get("position_ids") is None and torch.compiler.is_compiling():
         kwargs["attention_mask"] = unpadded(tokens)
     return args, kwargs

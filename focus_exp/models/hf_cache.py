@@ -1,108 +1,198 @@
-"""The KV cache of an attached model: `FocusLayer`s in a `Cache` of transformers.
+"""The KV cache of an attached model: transformers' own, whose attached layers also keep the groups of their keys.
 
-With hard routing a layer stores keys and values by group, so that a new token reads only its own groups, the local
-window and the sinks. The cache object keeps its class and identity; only the attached entries of `cache.layers` change.
+`prepare_cache` changes the class of cache layers, in place, to one that does to the groups what is done to the keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 from focus_exp.attention.base import AttentionMethod
-from focus_exp.attention.kv_cache import GroupedCache
+from focus_exp.attention.kv_cache import CachedKeys
 from focus_exp.errors import UserError
 
-# its sizes are Python numbers that change with every token
-run_eagerly = torch.compiler.disable(
-    reason="a grouped KV cache cannot be compiled; pass use_cache=False, or leave fullgraph=False"
-)
+GROWTH, SPARE = 32, 16  # a layer is given room for a 32nd more tokens, and 16
 
 
-class FocusLayer(DynamicLayer):
-    """Keys and values of one attached layer, by group.
+class Room:
+    """Memory for keys and values `(B, G, n, D)` of which `used` tokens were written; copies of a layer share it."""
 
-    `update` returns the new tokens alone; attention appends them once their groups are known. `keys` and `values` are
-    assembled on access, `[B, G, length, D]`, zero at padding, and up to `max_cache_len` in a static cache.
+    def __init__(self, tensors: list[Tensor], used: int) -> None:
+        self.tensors, self.used = tensors, used
+
+
+class GrowingLayer(DynamicLayer):
+    """Write new tokens behind the others, in room for some more, instead of copying all at each step.
+
+    No token that was handed out is ever overwritten: after `crop`, or where `keys` were replaced, all are copied once.
     """
 
-    is_croppable = True
-    is_sliding = False
-
-    def __init__(self, method: AttentionMethod, max_cache_len: int | None = None) -> None:
-        self.window, self.sinks, self.groups_of = method.window, method.sinks, method.kv_cache_key()
-        self.max_cache_len = max_cache_len
-        self.grouped = GroupedCache(self.window, self.sinks)
-        self.expected = False  # set by the layer's hook: its attention can read groups
-        self.is_initialized = False
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        return self.assemble(0)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        return self.assemble(1)
-
-    def assemble(self, index: int) -> Tensor | None:
-        if not self.grouped.length:
-            return None
-        x = self.grouped.keys_and_values()[index][..., : self.sizes[index]]
-        return x if self.max_cache_len is None else F.pad(x, (0, 0, 0, max(self.max_cache_len - x.shape[2], 0)))
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.sizes = key_states.shape[-1], value_states.shape[-1]
-        self.is_initialized = True
+    room: Room | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.expected:
-            raise UserError(
-                "this KV cache is grouped, which the base model without its attached method cannot read. Start with an "
-                "empty cache inside disable_method(model) and after detach(model)."
-            )
+        count, new = self.get_seq_length(), (key_states, value_states)
+        old: Any = (self.keys, self.values) if count else new
+        is_alike = all(x.shape[:2] == y.shape[:2] and x.dtype == y.dtype for x, y in zip(old, new, strict=True))
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_alike:  # autograd keeps what it has seen
+            self.room = None
+            return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.expected = False
-        return key_states, value_states
+        end = count + key_states.shape[2]
+        if self.room is None or not self.has_room(self.room, count, end):
+            size = end + end // GROWTH + SPARE
+            self.room = Room([x.new_empty(*x.shape[:2], size, x.shape[3]) for x in new], count)
+            for x, kept in zip(self.room.tensors, old, strict=True):
+                x[:, :, :count] = kept[:, :, :count]
+        for x, more in zip(self.room.tensors, new, strict=True):
+            x[:, :, count:end] = more
+        self.room.used = end
+        self.keys, self.values = (x[:, :, :end] for x in self.room.tensors)
+        return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.grouped.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.grouped.length
-
-    def get_max_length(self) -> int:
-        return -1 if self.max_cache_len is None else self.max_cache_len
+    def has_room(self, room: Room, count: int, end: int) -> bool:
+        """Tell whether the layer has all that is in the room, and more can be written behind it."""
+        x, y = room.tensors, [self.keys, self.values]
+        if room.used != count or end > x[0].shape[2] or (x[0].is_inference() and not torch.is_inference_mode_enabled()):
+            return False
+        return all(
+            b is not None and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+            for a, b in zip(x, y, strict=True)
+        )
 
     def offload(self) -> None:
-        """Do nothing: grouped keys stay on their device."""
-
-    def prefetch(self) -> None:
-        """Do nothing: grouped keys stay on their device."""
+        super().offload()
+        self.room = None
 
     def reset(self) -> None:
-        self.grouped = GroupedCache(self.window, self.sinks)
-        self.is_initialized = False
+        super().reset()
+        self.room = None
+
+
+class CacheState(NamedTuple):
+    """A cache layer before new tokens.
+
+    past: tokens in the cache; a tensor in a static one. index: of the first new token among the keys that the layer
+    will return. width: number of those keys. places: `(B, n)` int, places of the first n of them in their sequences, -1
+    at padding. is_static: keys behind the new ones are empty. is_padded: some keys are padding.
+    """
+
+    past: Any
+    index: Any
+    width: int
+    places: Tensor | None
+    is_static: bool
+    is_padded: bool
+
+
+class GroupedLayer(CacheLayerMixin):
+    """Keep the groups of keys next to them: the part of a cache layer's class that `prepare_cache` adds.
+
+    Attributes:
+        groups: a layer of the same kind, for which what are keys here are groups `(B, Y, n, W)` int32, and values
+            places of the tokens in their sequences `(B, 1, n, 1)` int32, -1 at padding.
+        groups_of: what the groups depend on; None once a token was added without.
+        is_expected: `update` is about to be given tokens whose groups are known.
+        read: by the last step.
+    """
+
+    groups: Any
+    groups_of: tuple[object, ...] | None
+    is_empty = True
+    is_padded = False
+    is_expected = False
+    read: CachedKeys | None = None
+
+    def __reduce__(self) -> Any:
+        return make_grouped, (type(self).__bases__[1],), vars(self)
+
+    def start(self, method: AttentionMethod) -> None:
+        """Begin with no tokens, with the groups of `method`."""
+        self.groups, self.groups_of, self.is_empty, self.is_padded = make_twin(self), method.kv_cache_key(), True, False
+
+    def state(self, count: int) -> CacheState:
+        """Describe the layer before `count` new tokens."""
+        groups = self.groups
+        past, (width, offset) = groups.get_seq_length(), groups.get_mask_sizes(count)
+        places = None if self.is_empty else groups.values[:, 0, :, 0]
+        if places is not None and isinstance(groups, StaticSlidingWindowLayer) and past >= groups.max_cache_len:
+            places = places[:, 1:]  # it drops one before it returns the others
+        return CacheState(past, past - offset, width, places, isinstance(groups, StaticLayer), self.is_padded)
+
+    def append_groups(self, groups: Tensor, places: Tensor) -> Tensor:
+        """Append `(B, Y, T, W)` and `(B, T)` of the tokens that `update` will be given; return the groups of all."""
+        self.is_empty, self.is_expected = False, True
+        keys: Tensor = self.groups.update(groups, places[:, None, :, None])[0]
+        return keys
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        self.groups_of = self.groups_of if self.is_expected else None
+        self.is_expected = False
+        layer: Any = super()
+        return layer.update(*args, **kwargs)
+
+    def change_both(self, name: str, *args: Any) -> None:
+        """Call a method of the layer's class for its keys and for their groups."""
+        getattr(super(), name)(*args)
+        getattr(self.groups, name)(*args)
+
+    def reset(self) -> None:
+        self.change_both("reset")
+        self.is_empty, self.is_padded, self.read = True, False, None
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        self.change_both("reorder_cache", beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; `tokens_to_remove` is negative or 0."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must be <= 0 (got {tokens_to_remove})")
-        self.grouped.crop(self.grouped.length + tokens_to_remove)
+        self.change_both("crop", tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.grouped.reorder_rows(beam_idx)
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.change_both("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.change_both("batch_select_indices", indices)
+
+    def activate_past_recording(self) -> None:
+        if hasattr(super(), "activate_past_recording"):
+            self.change_both("activate_past_recording")
+
+
+@cache
+def grouped_class(base: type) -> type:
+    """Return the class of a cache layer `base` with groups; `_layer_type` would make it transformers' own choice."""
+    parent = GrowingLayer if base is DynamicLayer else base
+    return type(f"Grouped{base.__name__}", (GroupedLayer, parent), {"_layer_type": None})
+
+
+def make_grouped(base: type) -> Any:
+    """Make a layer without attributes, for copies and pickles."""
+    kind: Any = grouped_class(DynamicLayer if base is GrowingLayer else base)
+    return kind.__new__(kind)
+
+
+def make_twin(layer: Any) -> Any:
+    """Make an empty layer whose tokens come and go as those of `layer`."""
+    if isinstance(layer, StaticLayer):
+        kind = StaticSlidingWindowLayer if isinstance(layer, StaticSlidingWindowLayer) else StaticLayer
+        return kind(layer.max_cache_len, sliding_window=layer.max_cache_len)
+    if not isinstance(layer, DynamicSlidingWindowLayer):
+        return GrowingLayer()
+    twin = DynamicSlidingWindowLayer(layer.sliding_window)
+    twin.record_past = layer.record_past
+    return twin
 
 
 def attention_cache_layers(cache: Cache | None) -> list[Any]:
@@ -111,41 +201,42 @@ def attention_cache_layers(cache: Cache | None) -> list[Any]:
 
 
 def is_grouped(cache: Cache | None) -> bool:
-    """Return whether any layer of the cache stores its keys by group."""
-    return any(isinstance(layer, FocusLayer) for layer in attention_cache_layers(cache))
+    """Return whether any layer of the cache keeps the groups of its keys."""
+    return any(isinstance(layer, GroupedLayer) for layer in attention_cache_layers(cache))
 
 
-def find_layer(cache: Cache | None, method: AttentionMethod) -> FocusLayer | None:
-    """Return the grouped cache layer for `method`; None where it is the base's.
-
-    Raises:
-        UserError: the method cannot read the cache.
-    """
+def find_layer(cache: Cache | None, method: AttentionMethod) -> GroupedLayer | None:
+    """Return the cache layer with groups for `method`, None where it is the base's; UserError if it cannot be read."""
     layers, index = attention_cache_layers(cache), method.shape.index
     layer = layers[index] if index < len(layers) else None
-    if isinstance(layer, FocusLayer):
-        if reason := method.kv_cache_unsupported_reason():
-            raise UserError(f"this KV cache was filled with hard routing, and there is none for {reason}.")
-        if layer.groups_of != method.kv_cache_key():
-            raise UserError(
-                "this KV cache was filled with other groups (another method or pair rule). Start with an empty one."
-            )
-        return layer
-    if not method.is_dense() and is_grouped(cache):
-        raise UserError("this KV cache was filled while all pairs were kept. Start with an empty one.")
-    return None
+    if not isinstance(layer, GroupedLayer):
+        return None
+    if reason := method.kv_cache_unsupported_reason():
+        raise UserError(f"this KV cache was filled with hard routing, and there is none for {reason}.")
+    if layer.groups_of != method.kv_cache_key():
+        raise UserError(UNKNOWN.format(index))
+    return layer
+
+
+UNKNOWN = (
+    "keys of layer {} in this KV cache were filled without the attached method as it is (by the base model, prefix "
+    "tuning, another method or pair rule), so their groups are unknown. Start with an empty one."
+)
 
 
 def count_keys_and_bytes(layer: Any) -> tuple[int, int]:
-    """Return the keys read in the last step of a cache layer, and its bytes.
+    """Return the keys read in the last step of a cache layer, and the memory that it holds, spare room included.
 
     A full sliding window has dropped one of those keys since.
     """
-    if isinstance(layer, FocusLayer):
-        return layer.grouped.pairs_read, layer.grouped.bytes
-    length = int(layer.get_seq_length())
-    window = int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else length
-    return min(window, length), layer.keys.nbytes + layer.values.nbytes
+    length, layers = int(layer.get_seq_length()), [layer]
+    read = min(int(layer.sliding_window), length) if isinstance(layer, DynamicSlidingWindowLayer) else length
+    if isinstance(layer, GroupedLayer):
+        read = 0 if layer.read is None else layer.read.count_pairs()
+        layers.append(layer.groups)
+    rooms = [getattr(x, "room", None) for x in layers]
+    tensors = [x.room.tensors if room else (x.keys, x.values) for x, room in zip(layers, rooms, strict=True)]
+    return read, sum(x.nbytes for pair in tensors for x in pair)
 
 
 def cache_unsupported_reason(methods: Iterable[AttentionMethod]) -> str | None:
@@ -153,9 +244,8 @@ def cache_unsupported_reason(methods: Iterable[AttentionMethod]) -> str | None:
     return next((reason for method in methods if (reason := method.kv_cache_unsupported_reason())), None)
 
 
-@run_eagerly
 def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod], cache: Cache | None) -> Cache | None:
-    """Put `FocusLayer`s into an empty cache, in place, or into a new `DynamicCache`.
+    """Let the layers of an empty cache keep groups, in place; make a `DynamicCache` where there is none.
 
     Args:
         methods: the attached methods that prune pairs, by layer index.
@@ -165,42 +255,25 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
         The cache; None if these methods have none and none was given.
 
     Raises:
-        UserError: the given cache is not empty, or these methods have none.
+        UserError: a layer has keys of unknown groups, or these methods have no cache.
     """
-    if cache is not None and cache.get_seq_length():
-        raise UserError(
-            "this KV cache was filled without the attached method, as by prefix tuning (unsupported). Start with an "
-            "empty one."
-        )
-    if reason := cache_unsupported_reason(methods.values()):
-        if cache is None:
-            return None
-        raise UserError(f"no KV cache for {reason}. Or pass use_cache=False, which recomputes all tokens.")
-    if cache is None:
-        cache = DynamicCache(config=config)
-    target = getattr(cache, "self_attention_cache", cache)
-    before = dict(enumerate(target.layers))
-    target.layers = [
-        make_layer(layer, before.get(index), methods.get(index))
-        for index, layer in enumerate(DynamicCache(config=config).layers)
-    ]
+    reason = cache_unsupported_reason(methods.values())
+    if cache is None and reason is not None:
+        return None
+    cache = DynamicCache(config=config) if cache is None else cache
+    target: Any = getattr(cache, "self_attention_cache", cache)
+    for index, method in methods.items():
+        while len(target.layers) <= index:
+            target.layers.append(target.layer_class_to_replicate())
+        layer = target.layers[index]
+        if not isinstance(layer, GroupedLayer):
+            if layer.is_initialized and bool(layer.get_seq_length()):
+                raise UserError(UNKNOWN.format(index))
+            if reason is not None:
+                raise UserError(f"no KV cache for {reason}. Or pass use_cache=False, which recomputes all tokens.")
+            kind: Any = type(layer)
+            layer.__class__ = grouped_class(kind)
+            layer.start(method)
+        elif layer.is_empty and layer.groups_of != method.kv_cache_key():
+            layer.start(method)
     return cache
-
-
-def make_layer(dynamic: Any, before: Any, method: AttentionMethod | None) -> Any:
-    """Make the cache layer for one layer of the model.
-
-    Args:
-        dynamic: layer of the model's own `DynamicCache`.
-        before: empty layer of the caller's cache, if it has one.
-        method: the attached method, if it prunes pairs.
-    """
-    layer = dynamic
-    if method is not None:
-        layer = FocusLayer(method, before.get_max_length() if type(before) is StaticLayer else None)
-    elif isinstance(dynamic, DynamicSlidingWindowLayer):
-        # attached layers keep tokens beyond a sliding window, and layers of one kind share their mask
-        layer = DynamicLayer()
-    if getattr(before, "record_past", False) and hasattr(layer, "activate_past_recording"):
-        layer.activate_past_recording()
-    return layer

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.dense import full_attention
 from focus_exp.attention.kernels import BackendUnsupported
-from focus_exp.attention.kv_cache import GroupedCache
+from focus_exp.attention.kv_cache import CachedKeys, pack_groups
 from focus_exp.attention.selection import (
     AttentionArgs,
     Selection,
@@ -28,7 +28,7 @@ from focus_exp.attention.selection import (
     sequence_starts,
 )
 from focus_exp.errors import UserError
-from focus_exp.models.hf_cache import FocusLayer, find_layer, run_eagerly
+from focus_exp.models.hf_cache import CacheState, GroupedLayer, find_layer
 from focus_exp.models.methods import IMPLEMENTATION, get_method
 
 log = logging.get_logger(__name__)
@@ -45,15 +45,18 @@ KNOWN_ARGUMENTS = {
 class AttentionContext:
     """Arguments that a layer's pre-hook passes to its attention function.
 
-    past: tokens in the cache. given: names of the arguments of the layer.
+    Attributes:
+        given: names of the arguments of the layer.
+        state: of the cache before these tokens; None without a cache.
+        keys: what the tokens read of the cache; None without a cache and in its first pass.
     """
 
     sequence: Sequence
     selection: Selection
     mask: Any
-    cache: GroupedCache | None
-    past: int
     given: frozenset[str]
+    state: CacheState | None = None
+    keys: CachedKeys | None = None
 
 
 def make_layer_mask(
@@ -71,7 +74,8 @@ def make_layer_mask(
     """Build the mask of one kind of layers; no T x T where padding suffices.
 
     Returns:
-        None for plain causality, `[B, 1, 1, S]` for padding alone, else `[B, 1, T, S]`.
+        None for plain causality, `[B, 1, 1, S]` for padding alone, else `[B, 1, T, S]`. Of an empty preallocated cache
+        its attribute `first_pass` is the mask of the new tokens alone.
     """
     # an unfilled sliding window or chunk has no effect
     is_needed = local_size is not None and kv_length >= local_size
@@ -86,6 +90,7 @@ def make_layer_mask(
         mask = padding.bool()[:, None, None].expand(batch_size, 1, 1, kv_length)
         if has_values(mask):
             mask.has_gaps = bool(has_gaps(padding))  # type: ignore[attr-defined]  # once for all layers
+            mask.described = []  # type: ignore[attr-defined]
         return mask
     if "allow_is_bidirectional_skip" in options:  # of layers that attend to an encoder
         options["allow_is_bidirectional_skip"] = False
@@ -93,8 +98,16 @@ def make_layer_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
         allow_is_causal_skip=False, **options,
     )  # fmt: skip
-    if mask is not None and local_size is not None and not is_needed_by_cache and has_values(mask):
+    if mask is None or not has_values(mask):
+        return mask
+    if local_size is not None and not is_needed_by_cache:
         mark_band(mask)  # once for all layers of a kind
+    if is_needed_by_cache and not kv_offset and kv_length > q_length > 1 and bool(q_offset == 0):
+        mask.first_pass = make_layer_mask(  # type: ignore[attr-defined]
+            batch_size, q_length, q_length, 0, 0, mask_function, attention_mask, local_size, allow_is_causal_skip,
+            **options,
+        )  # fmt: skip
+    mask.described = []  # type: ignore[attr-defined]  # see describe_cached
     return mask
 
 
@@ -156,8 +169,7 @@ def route_hidden_states(
         method.path = "full"
         return None
     sequence = describe_sequence(h, mask)
-    selection = route(method, h, sequence)
-    return args, kwargs | {"routed": AttentionContext(sequence, selection, mask, None, 0, frozenset(given))}
+    return args, kwargs | {"routed": AttentionContext(sequence, route(method, h, sequence), mask, frozenset(given))}
 
 
 def route(method: AttentionMethod, h: Tensor, sequence: Sequence) -> Selection:
@@ -166,51 +178,126 @@ def route(method: AttentionMethod, h: Tensor, sequence: Sequence) -> Selection:
     return selection
 
 
-@run_eagerly
 def route_cached(
-    method: AttentionMethod, h: Tensor, mask: Any, layer: FocusLayer, given: frozenset[str]
+    method: AttentionMethod, h: Tensor, mask: Any, layer: GroupedLayer, given: frozenset[str]
 ) -> AttentionContext:
-    """Route new tokens after those of a grouped cache."""
-    cache = layer.grouped
-    layer.expected = True
-    sequence = describe_sequence(h, mask, cache)
-    return AttentionContext(sequence, route(method, h, sequence), mask, cache, cache.length, given)
+    """Route new tokens, and append the groups that they are in to those of cached keys."""
+    batch, count = h.shape[:2]
+    state = layer.state(count)
+    if layer.is_empty:
+        sequence = describe_sequence(h, getattr(mask, "first_pass", mask))
+        selection = route(method, h, sequence)
+        whole = selection if sequence.order is None else selection.reorder(sequence.order.argsort(1))
+        layer.append_groups(pack_groups(whole.key_groups, batch, count, h.device), count_places(sequence))
+        layer.is_padded = sequence.valid is not None
+        return AttentionContext(sequence, selection, mask, given, state)
+    sequence, places, visible, before = describe_cached(h, mask, state)
+    selection = route(method, h, sequence)
+    keys = layer.append_groups(pack_groups(selection.key_groups, batch, count, h.device), places)
+    if sequence.valid is not None and not state.is_static:
+        layer.is_padded = True
+    window = keys.shape[2] if selection.is_dense else method.window
+    queries = pack_groups(selection.query_groups, batch, count, h.device)
+    read = CachedKeys(keys, queries, visible, before, window, method.sinks)
+    if not torch.compiler.is_compiling():
+        layer.read = read
+    return AttentionContext(sequence, selection, mask, given, state, read)
 
 
-def describe_sequence(h: Tensor, mask: Any, cache: GroupedCache | None = None) -> Sequence:
-    """Describe starts and padding of the sequences of `h` `[B, T, ...]` by the mask.
+def count_places(sequence: Sequence) -> Tensor:
+    """Return `(B, T)` int32, the valid tokens of its sequence before each token; -1 at padding."""
+    if sequence.valid is None:
+        return (torch.arange(sequence.start.shape[1], device=sequence.start.device) - sequence.start).int()
+    number = sequence.valid.cumsum(1) - 1
+    return (number - number.gather(1, sequence.start)).where(sequence.valid, -1).int()
 
-    With tokens in a cache starts are counted from the first new one, so that some are negative.
-    """
+
+def describe_sequence(h: Tensor, mask: Any) -> Sequence:
+    """Describe starts and padding of the sequences of `h` `[B, T, ...]` by the mask."""
     batch, length = h.shape[:2]
-    past = 0 if cache is None else cache.length
     before = torch.zeros(batch, 1, dtype=torch.long, device=h.device)
-    if cache is not None and cache.start is not None:
-        before = cache.start[:, None]
     mask = normalize_mask(mask)
     if mask is None:
-        position = None if cache is None else cache.positions(length)
-        return Sequence(start=(before - past).expand(batch, length), position=position)
-    if not past and (reach := band_reach(mask)):
+        return Sequence(before.expand(batch, length))
+    if reach := band_reach(mask):
         return Sequence(before.expand(batch, length), allowed=mask, reach=reach)
-    if mask.shape[-1] < past + length or mask.shape[0] not in (1, batch):
-        raise UserError(f"attention_mask must have {past + length} columns, past and new (got {mask.shape[-1]}).")
+    if mask.shape[-1] < length or mask.shape[0] not in (1, batch):
+        raise UserError(f"attention_mask must have {length} columns (got {mask.shape[-1]}).")
     gaps = getattr(mask, "has_gaps", None)
-    mask = mask[..., : past + length]  # that of a preallocated cache is wider
-    if past and mask.shape[2] != length:  # it may hide cached tokens
-        mask = mask & torch.ones_like(mask[..., :1, :]).expand(-1, -1, length, -1).tril(past)
+    mask = mask[..., :length]  # that of a preallocated cache is wider
     first = mask[:, 0].byte().argmax(-1).expand(batch, length)
-    start = sequence_starts(first, past, before) - past
+    start = sequence_starts(first)
     allowed = None if mask.shape[2] != length else mask
     if allowed is not None:
-        check_causal(mask, past)
-    valid = (mask[:, 0, 0] if allowed is None else mask[:, 0].diagonal(past, 1, 2)).expand(batch, length)
+        check_causal(mask, 0)
+    valid = (mask[:, 0, 0] if allowed is None else mask[:, 0].diagonal(0, 1, 2)).expand(batch, length)
     if allowed is not None and is_all_true(valid):
         valid = None
-    if past and cache is not None:
-        return Sequence(start, valid, allowed, position=cache.positions(length, mask))
     sequence, order = Sequence(start, valid, allowed), find_order(valid, gaps)
     return sequence if order is None else replace(sequence, order=order, compact=sequence.reorder(order))
+
+
+Described = tuple[Sequence, Tensor, Tensor | None, Tensor | None]
+
+
+def describe_cached(h: Tensor, mask: Any, state: CacheState) -> Described:
+    """Describe new tokens `h` `[B, T, ...]` after those of a cache.
+
+    Returns:
+        Starts, counted from the first new token, so that some are negative, and padding.
+        `(B, T)` int32, the place of each new token in its sequence, -1 at padding.
+        visible and before, see `CachedKeys`.
+    """
+    batch, count = h.shape[:2]
+    new = torch.arange(count, device=h.device)
+    if mask is None and not state.is_padded and not state.is_static:
+        places = (new + state.past).int().expand(batch, count)
+        return Sequence((new - places).expand(batch, count)), places, None, None
+    known: list[Described] = getattr(mask, "described", [])  # once for all layers of a kind
+    if not known:
+        known.append(describe_visible(batch, new, mask, state))
+    return known[0]
+
+
+def describe_visible(batch: int, new: Tensor, mask: Any, state: CacheState) -> Described:
+    """Compute `describe_cached` for new tokens `(T,)` from the keys that they see."""
+    count, index = len(new), state.index
+    rows = mask_rows(batch, new, mask, state)  # (B, 1 or T, S)
+    position = (new + index).expand(batch, count)
+    seen = torch.arange(state.width, device=new.device) < index
+    if rows.shape[1] == count:
+        valid, sizes = rows.gather(2, position[..., None])[..., 0], rows.sum(2)
+        row = valid.byte().argmax(1)[:, None, None].expand(-1, 1, state.width)  # of the first token
+        seen = seen & rows.gather(1, row)[:, 0]
+    else:
+        valid, sizes = rows[:, 0].gather(1, position), rows[:, 0].cumsum(1).gather(1, position)
+        seen = seen & rows[:, 0]
+    past = seen.sum(1)  # tokens of the sequence before the first new one
+    if state.places is not None and state.places.shape[1]:  # keys before the first seen are gone, or of a sliding layer
+        gone = state.places.gather(1, seen.byte().argmax(1, keepdim=True))[:, 0].clamp(min=0)
+        past = past + gone.where(seen.any(1), 0)
+    number = valid.cumsum(1) - 1 + past[:, None]
+    begins = valid & (rows.byte().argmax(2) == position)  # it sees none before itself
+    places = number - number.where(begins, 0).cummax(1).values
+    before = (places + 1 - sizes).clamp(min=0).int()
+    return Sequence(new - places, valid), places.where(valid, -1).int(), rows, before
+
+
+def mask_rows(batch: int, new: Tensor, mask: Any, state: CacheState) -> Tensor:
+    """Return `(B, 1 or T, S)` bool, the keys that new tokens `(T,)` see, besides causality."""
+    mask = normalize_mask(mask)
+    if mask is None:
+        assert state.places is not None
+        rows = F.pad(state.places >= 0, (0, state.width - state.places.shape[1]), value=True)[:, None]
+    elif mask.shape[-1] < state.width or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, len(new)):
+        raise UserError(f"attention_mask must have {state.width} columns, past and new (got {mask.shape[-1]}).")
+    else:
+        rows = mask[:, 0, :, : state.width]
+        if not isinstance(state.index, Tensor):
+            check_causal(mask, state.index)
+    if state.is_static and rows.shape[1] != len(new):
+        rows = rows & (torch.arange(state.width, device=new.device) <= (new + state.index)[:, None])
+    return rows.expand(batch, -1, -1)
 
 
 def find_order(valid: Tensor | None, gaps: bool | None) -> Tensor | None:
@@ -251,7 +338,10 @@ def routed_attention(
     if attention_mask is None and not is_causal and query.shape[2] > 1 and routed is not None:
         raise UserError("the base model's attention sees later tokens; attention methods here are causal")
     size = value.shape[-1]
-    query, key, value = pad_heads(*cast_to_autocast(query, key, value))
+    if routed is not None and routed.keys is not None:  # all keys of a cache stay as they are
+        (query,) = cast_to_autocast(query)
+    else:
+        query, key, value = pad_heads(*cast_to_autocast(query, key, value))
     args = AttentionArgs(scaling, softcap, dropout, s_aux)
     if routed is None:
         out = full_attention(query, key, value, normalize_mask(attention_mask), args, is_causal)
@@ -269,14 +359,26 @@ def routed_attention(
 def attend(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, mask: Any, context: AttentionContext, args: AttentionArgs
 ) -> Tensor:
-    """Compute an attached layer, with or without tokens in a grouped cache."""
+    """Compute an attached layer, with or without tokens in a cache."""
+    keys, state = context.keys, context.state
+    if keys is not None and state is not None:
+        if mask is not context.mask:  # the layer has changed it
+            _, _, visible, before = describe_cached(q.transpose(1, 2), mask, state)
+            keys = replace(keys, visible=visible, before=before)
+        if keys.key_groups.shape[2] != k.shape[2]:
+            raise UserError(
+                f"this KV cache has {k.shape[2]} keys in layer {method.shape.index}, and the groups of "
+                f"{keys.key_groups.shape[2]}: some were replaced or added without the method. Start with an empty one."
+            )
+        method.path = "cached"
+        return keys.attend(q, k, v, args)
+    if state is not None:  # a preallocated cache returns the keys of empty places, too
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
     if k.shape[2] != q.shape[2]:
         raise UserError(
             f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens or in a KV "
-            "cache that is not grouped"
+            "cache without groups"
         )
-    if context.cache is not None:
-        return attend_cached(method, q, k, v, mask, context, args)
     sequence = context.sequence if mask is context.mask else describe_sequence(q.transpose(1, 2), mask)
     return attend_all(method, q, k, v, context.selection, sequence, args)
 
@@ -300,28 +402,6 @@ def attend_all(
     for observer in method.observers:  # only now, because some methods choose their pairs while they attend
         observer(method.shape.index, method, selection, sequence)
     return out if order is None else reorder(out, order.argsort(1), 2)
-
-
-@run_eagerly
-def attend_cached(
-    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, mask: Any, context: AttentionContext, args: AttentionArgs
-) -> Tensor:
-    """Compute an attached layer over cached and new tokens; append the new."""
-    cache, selection, sequence = context.cache, context.selection, context.sequence
-    assert cache is not None
-    if mask is not context.mask:  # the layer has changed it
-        sequence = describe_sequence(q.transpose(1, 2), mask, cache)
-    if cache.length != context.past:
-        raise UserError("a layer computes attention more than once; a grouped KV cache would keep its keys twice")
-    if cache.length:
-        method.path = "cached"
-        out = cache.attend(q, k, v, selection, sequence, args)
-    else:
-        out = attend_all(method, q, k, v, selection, sequence, args)
-        if sequence.order is not None:
-            selection = selection.reorder(sequence.order.argsort(1))
-    cache.append(k, v, selection, sequence)
-    return out
 
 
 def cast_to_autocast(*tensors: Tensor) -> list[Tensor]:

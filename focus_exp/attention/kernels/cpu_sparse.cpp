@@ -42,6 +42,7 @@ constexpr float SLACK = 6.f;      // scores may pass the running maximum by 2^6 
 constexpr float UNSET = std::numeric_limits<float>::max();  // a router's threshold before its fit
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 constexpr int64_t STATE_BYTES = 256 << 10;  // of a task's rows: half of a common L2 cache
+enum { DECODED = 32, AHEAD = 64 };          // keys of a cache that are met at a time, and fetched ahead
 constexpr int64_t CHUNK_BYTES = 32 << 10;   // of a chunk's keys and values: a common L1 cache
 
 template <class E> struct Pair { enum { size = 1 }; };
@@ -81,10 +82,10 @@ struct Keys {
   float *dk, *dv, *dgate;
 };
 
-// Keys and values of a cache, one token after the other; tokens whose index is negative are not there.
-template <class S> struct Cached {
-  const S *k, *v;
-  const int64_t* index;  // nullptr where all are there
+// Keys and values of one head of a cache, one token after the other.
+template <class S, class V> struct Cached {
+  const S* k;
+  const V* v;
   int64_t k_stride, v_stride, dk, dv;
 };
 
@@ -92,8 +93,10 @@ struct Isa {
   void (*attend)(const Scores&, Rows<float>&, const int*, const int*, const int*, int, const float*, const float*, int);
   void (*attend_bf16)(const Scores&, Rows<bf16>&, const int*, const int*, const int*, int, const bf16*, const bf16*, int);
   void (*backward)(const Scores&, const Gradients&, const int*, const int*, const int*, int, const Keys&, int, int, bool);
-  void (*decode)(const Scores&, Rows<float>&, int, const Cached<float>&, int64_t);
-  void (*decode_bf16)(const Scores&, Rows<float>&, int, const Cached<bf16>&, int64_t);
+  void (*decode)(const Scores&, Rows<float>&, int, const Cached<float, float>&, const int32_t*, int64_t);
+  void (*decode_bf16)(const Scores&, Rows<float>&, int, const Cached<bf16, bf16>&, const int32_t*, int64_t);
+  void (*decode_mixed)(const Scores&, Rows<float>&, int, const Cached<float, bf16>&, const int32_t*, int64_t);
+  int64_t (*list_keys)(const int32_t*, int64_t, const int32_t*, const bool*, int64_t, int64_t, int32_t*, int64_t);
   void (*multiply_rows)(const float*, int, int64_t, const float*, int64_t, float*);
   float (*log_sum_exp)(const float*, int64_t, float);
 };
@@ -664,150 +667,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
   return {dq, dk, dv, dasks, danswers};
 }
 
-// A grouped KV cache of R rows: near [R, n, G, D], the sinks and a ring of the last tokens, with the index of each token,
-// -1 where there is none; the pool [room, G, D] of all tokens beyond the sinks, in buckets by row and set of groups.
-struct Cache {
-  Tensor near_k, near_v, near_index, near_groups, pool_k, pool_v, pool_index, table, groups;
-  int64_t rows, near, heads, buckets, K;
-  int64_t* entries;  // of the table: row, first place, places reserved, places used
-
-  Cache(at::TensorList near_, at::TensorList pool_, const Tensor& table_, const Tensor& groups_)
-      : near_k(near_[0]), near_v(near_[1]), near_index(near_[2]), near_groups(near_[3]), pool_k(pool_[0]), pool_v(pool_[1]),
-        pool_index(pool_[2]), table(table_), groups(groups_), rows(near_k.size(0)), near(near_k.size(1)), heads(near_k.size(2)),
-        buckets(table.size(0)), K(groups.size(1)), entries(table.mutable_data_ptr<int64_t>()) {
-    for (const Tensor* x : {&near_k, &near_v, &near_index, &near_groups, &table, &groups}) TORCH_CHECK(x->is_contiguous(), "the cache must be contiguous");
-    for (const Tensor* x : {&pool_k, &pool_v}) TORCH_CHECK(x->stride(2) == 1 || !x->numel(), "the pool must be contiguous in the last dimension");
-    TORCH_CHECK(near_k.size(3) <= MAX_HEAD && near_v.size(3) <= MAX_HEAD, "head sizes must be <= ", int(MAX_HEAD));
-  }
-
-  bool shares_group(int64_t bucket, const bool* reads) const {
-    const bool* has = groups.const_data_ptr<bool>() + bucket * K;
-    for (int64_t g = 0; g < K; g++) if (reads[g] && has[g]) return true;
-    return false;
-  }
-  // tokens of a bucket before a position
-  int64_t before(int64_t bucket, int64_t position) const {
-    const int64_t *first = pool_index.const_data_ptr<int64_t>() + entries[4 * bucket + 1], *last = first + entries[4 * bucket + 3];
-    return std::lower_bound(first, last, position) - first;
-  }
-  template <class S> void put(const Tensor& to, int64_t offset, int64_t head_stride, const Tensor& from, int64_t row) {
-    const int64_t size = from.size(2);
-    const S* x = static_cast<const S*>(from.const_data_ptr()) + row * heads * size;
-    for (int64_t g = 0; g < heads; g++) std::copy_n(x + g * size, size, static_cast<S*>(to.mutable_data_ptr()) + offset + g * head_stride);
-  }
-  // Put a token k, v [R, G, D] in the near column and behind its bucket's last, which is not counted yet. Returns the
-  // bucket of each row, -1 where there is none or it is full.
-  template <class S> Tensor put_token(const Tensor& k, const Tensor& v, const Tensor& members, int64_t position, int64_t column) {
-    Tensor slots = at::empty({rows}, table.options());
-    for (int64_t row = 0; row < rows; row++) {
-      const bool* has = members.const_data_ptr<bool>() + row * K;
-      const int64_t at = row * near + column;
-      put<S>(near_k, at * near_k.stride(1), near_k.stride(2), k, row);
-      put<S>(near_v, at * near_v.stride(1), near_v.stride(2), v, row);
-      near_index.mutable_data_ptr<int64_t>()[at] = position;
-      std::copy_n(has, K, near_groups.mutable_data_ptr<bool>() + at * K);
-      int64_t& slot = slots.mutable_data_ptr<int64_t>()[row];
-      slot = -1;
-      for (int64_t i = 0; i < buckets; i++) {
-        const int64_t* x = entries + 4 * i;
-        if (x[0] != row || std::memcmp(groups.const_data_ptr<bool>() + i * K, has, K) || x[3] >= x[2]) continue;
-        const int64_t place = x[1] + x[3];
-        put<S>(pool_k, place * pool_k.stride(0), pool_k.stride(1), k, row);
-        put<S>(pool_v, place * pool_v.stride(0), pool_v.stride(1), v, row);
-        pool_index.mutable_data_ptr<int64_t>()[place] = position;
-        slot = i;
-        break;
-      }
-    }
-    return slots;
-  }
-};
-
-template <class S>
-int64_t decode_rows(const Cache& c, const Tensor& q, const bool* reads, const float* sink_logits, int64_t far, Scores scores,
-                    void (*decode)(const Scores&, Rows<float>&, int, const Cached<S>&, int64_t), Tensor& out) {
-  const int64_t H = q.size(1), share = H / c.heads, D = c.near_k.size(3), V = c.near_v.size(3), dk = padded(D), dv = padded(V);
-  struct Span { int64_t row, begin, count; };
-  std::vector<Span> spans;
-  int64_t keys = c.rows * c.near;
-  for (int64_t i = 0; i < c.buckets && reads; i++) {
-    const int64_t row = c.entries[4 * i];
-    int64_t count = c.shares_group(i, reads + row * c.K) ? c.before(i, far) : 0;
-    if (count) spans.push_back({row, c.entries[4 * i + 1], count});
-    keys += count;
-  }
-  S* out_data = static_cast<S*>(out.mutable_data_ptr());
-  const S *nk = static_cast<const S*>(c.near_k.const_data_ptr()), *nv = static_cast<const S*>(c.near_v.const_data_ptr());
-  const S *pk = static_cast<const S*>(c.pool_k.const_data_ptr()), *pv = static_cast<const S*>(c.pool_v.const_data_ptr());
-  const Source source(q.unsqueeze(2));
-  auto rows = [&](int64_t first, int64_t last) {
-    Buffer<float> queries(share * dk), acc(share * dv), sum(share * 16), top(share);
-    for (; first < last; first++) {
-      int64_t row = first / c.heads, g = first % c.heads;
-      Rows<float> state{queries.data, acc.data, sum.data, top.data, dk, dv, CHUNK};
-      acc.zero(share * dv);
-      sum.zero(share * 16);
-      for (int64_t r = 0; r < share; r++) {
-        int64_t h = g * share + r;
-        source.read(row, h, 0, queries.data + r * dk, dk);
-        top.data[r] = sink_logits ? sink_logits[row * H + h] * LOG2E : LOWEST;
-        sum.data[r * 16] = sink_logits ? 1.f : 0.f;
-      }
-      auto meet = [&](const Cached<S>& cached, int64_t n) {
-        for (int64_t r = 0; r < share; r += ROWS) {
-          Rows<float> some{state.q + r * dk, state.acc + r * dv, state.sum + r * 16, state.top + r, dk, dv, CHUNK};
-          decode(scores, some, int(std::min<int64_t>(ROWS, share - r)), cached, n);
-        }
-      };
-      const int64_t at = row * c.near;
-      meet({nk + at * c.near_k.stride(1) + g * c.near_k.stride(2), nv + at * c.near_v.stride(1) + g * c.near_v.stride(2),
-            c.near_index.const_data_ptr<int64_t>() + at, c.near_k.stride(1), c.near_v.stride(1), D, V}, c.near);
-      for (const Span& x : spans)
-        if (x.row == row)
-          meet({pk + x.begin * c.pool_k.stride(0) + g * c.pool_k.stride(1), pv + x.begin * c.pool_v.stride(0) + g * c.pool_v.stride(1), nullptr,
-                c.pool_k.stride(0), c.pool_v.stride(0), D, V}, x.count);
-      for (int64_t r = 0; r < share; r++) {
-        float total = 0;
-        for (int i = 0; i < 16; i++) total += sum.data[r * 16 + i];
-        for (int64_t d = 0; d < V; d++) acc.data[r * dv + d] /= total;
-        round_to(out_data + (row * H + g * share + r) * V, acc.data + r * dv, V);
-      }
-    }
-  };
-  constexpr int64_t SERIAL = 1 << 18;  // numbers read, below which other threads take longer to wake than to help
-  if (keys * c.heads * (D + V) < SERIAL) rows(0, c.rows * c.heads);
-  else at::parallel_for(0, c.rows * c.heads, 1, rows);
-  return keys;
-}
-
-// Store one token a row, k and v [R, G, D], in a cache, and attend to it, to all near tokens and to those of the pool
-// before the window whose groups a query [R, H, D] reads. reads, members [R, K] bool; sink_logits [R, H] float.
-// Returns the output [R, H, Dv], the buckets of put_token, and the number of keys read.
-std::tuple<Tensor, Tensor, int64_t> decode(const Tensor& query, const Tensor& k, const Tensor& v, const optional<Tensor>& reads, const Tensor& members,
-                                           at::TensorList near, at::TensorList pool, const Tensor& table, const Tensor& groups,
-                                           const optional<Tensor>& sink_logits, int64_t position, int64_t window, int64_t sinks, double scaling, double softcap) {
-  Cache c(near, pool, table, groups);
-  const Tensor q = query.contiguous();
-  TORCH_CHECK(q.dim() == 3 && q.size(0) == c.rows && q.size(1) % c.heads == 0, "q must be [R, H, D]");
-  for (const Tensor& x : {k, v, c.near_k, c.near_v, c.pool_k, c.pool_v}) TORCH_CHECK(x.scalar_type() == q.scalar_type(), "q, k, v and the cache must have one dtype");
-  TORCH_CHECK(members.size(0) == c.rows && members.size(1) == c.K && c.near_groups.size(2) == c.K && (!reads || reads->size(1) == c.K), "groups must be of one number");
-  Tensor out = at::empty({q.size(0), q.size(1), c.near_v.size(3)}, q.options());
-  float scale = float(scaling);
-  Scores scores = softcap > 0 ? Scores{scale / float(softcap), float(softcap) * LOG2E} : Scores{scale * LOG2E, 0.f};
-  const Tensor new_k = k.contiguous(), new_v = v.contiguous(), has = members.contiguous(), asks = reads ? reads->contiguous() : Tensor();
-  const bool* asked = reads ? asks.const_data_ptr<bool>() : nullptr;
-  const float* logits = sink_logits ? sink_logits->const_data_ptr<float>() : nullptr;
-  const int64_t column = sinks + position % (window + 1), far = position - window;
-  const Isa& isa = *chosen->isa;
-  if (q.scalar_type() == at::kBFloat16) {
-    Tensor slots = c.put_token<bf16>(new_k, new_v, has, position, column);
-    int64_t read = decode_rows<bf16>(c, q, asked, logits, far, scores, isa.decode_bf16, out);
-    return {out, slots, read};
-  }
-  Tensor slots = c.put_token<float>(new_k, new_v, has, position, column);
-  int64_t read = decode_rows<float>(c, q, asked, logits, far, scores, isa.decode, out);
-  return {out, slots, read};
-}
+#include "cpu_decode.h"
 
 // Set the k largest of x [n], ties to the lowest index.
 void choose_largest(const float* x, int64_t n, int64_t k, bool* chosen) {
@@ -876,12 +736,11 @@ TORCH_LIBRARY(focus_exp, m) {
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? valid, Tensor? sink_logits, Tensor? asks, Tensor? answers, int window, int sinks, int reach, float scaling, float softcap, float slope) -> (Tensor, Tensor)");
   m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? valid, Tensor? asks, Tensor? answers, int window, int sinks, int reach, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("route(Tensor h, Tensor weight, Tensor bias, Tensor importance_bias, Tensor limits, Tensor top_k, Tensor? penalty) -> (Tensor, Tensor)");
-  m.def("decode(Tensor q, Tensor k, Tensor v, Tensor? reads, Tensor members, Tensor(a!)[] near, Tensor(b!)[] pool, Tensor table, Tensor groups, Tensor? sink_logits, int position, int window, int sinks, float scaling, float softcap) -> (Tensor, Tensor, int)");
 }
 
 TORCH_LIBRARY_IMPL(focus_exp, CPU, m) {
   m.impl("attend", &attend);
   m.impl("attend_backward", &attend_backward);
-  m.impl("decode", &decode);
+  m.impl("attend_cached", &attend_cached);
   m.impl("route", &route);
 }

@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 Pair = tuple[Tensor | None, Tensor | None]
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu_sparse.cpp", "cpu_sparse_tiles.h")]
+NAMES = ("cpu_sparse.cpp", "cpu_decode.h", "cpu_sparse_tiles.h")
+SOURCES = [Path(__file__).with_name(name) for name in NAMES]
 THREADS = "-fopenmp"  # without it torch's headers run all tasks on one thread; its library comes with torch
 FLAGS = ["-O3", "-Wno-psabi", THREADS]
 DTYPES = (torch.float32, torch.bfloat16)

@@ -302,17 +302,6 @@ static inline void sum4(const vec* x, float* to) {
   std::memcpy(to, &total, 16);
 }
 
-// Products of x [n] with four vectors y.
-static inline void dot4(const float* x, const float* const* y, int64_t n, float* to) {
-  vec a[4] = {};
-  int64_t d = 0;
-  for (; d + LANES <= n; d += LANES)
-    for (int i = 0; i < 4; i++) a[i] += load(x + d) * load(y[i] + d);
-  sum4(a, to);
-  for (; d < n; d++)
-    for (int i = 0; i < 4; i++) to[i] += x[d] * y[i][d];
-}
-
 // y += x w for m <= ROUTED rows of x [n], as neighbours, and w packed [columns / 16][n][16].
 static void multiply_rows(const float* x, int m, int64_t n, const float* w, int64_t columns, float* y) {
   constexpr int64_t PANEL = 64;  // columns that stay in the L2 cache
@@ -335,48 +324,141 @@ static float log_sum_exp(const float* x, int64_t n, float most) {
   return std::log(sum);
 }
 
-// One query of m <= ROWS heads meets keys and values as a cache holds them, one token after the other; those at places
-// where index is negative are empty.
-template <class S>
-static void decode(const Scores& f, Rows<float>& x, int m, const Cached<S>& cached, int64_t keys) {
-  constexpr bool FLOAT = std::is_same_v<S, float>;
-  alignas(64) float s[ROWS][CHUNK], key_copy[4][MAX_HEAD], value_copy[CHUNK * MAX_HEAD];
-  const bool in_place = FLOAT && cached.dv == x.dv, whole = cached.dk == x.dk;
-  for (int64_t first = 0; first < keys; first += x.chunk) {
-    int count = int(std::min<int64_t>(x.chunk, keys - first)), room = (count + 15) / 16 * 16;
-    const S *k = cached.k + first * cached.k_stride, *v = cached.v + first * cached.v_stride;
-    for (int j = 0; j < count; j += 4) {
-      const float* key[4];
-      for (int i = 0; i < 4; i++) {
-        const S* from = k + std::min(j + i, count - 1) * cached.k_stride;
-        if constexpr (FLOAT) key[i] = from;
-        if (FLOAT && whole) continue;
-        for (int64_t d = 0; d < cached.dk; d++) key_copy[i][d] = float(from[d]);
-        for (int64_t d = cached.dk; d < x.dk; d++) key_copy[i][d] = 0.f;
-        key[i] = key_copy[i];
-      }
-      for (int r = 0; r < m; r++) dot4(x.q + r * x.dk, key, x.dk, s[r] + j);
+// LANES numbers of a cache as floats.
+static inline vec widen(const float* p) { return load(p); }
+static inline vec widen(const bf16* p) {
+  typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+  typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+  halves x;
+  std::memcpy(&x, static_cast<const void*>(p), sizeof x);
+  return floats_of((ivec)(__builtin_convertvector(x, words) << 16));
+}
+
+template <class S> static inline void fetch(const S* row, int64_t size) {
+  const char* at = reinterpret_cast<const char*>(row);
+  for (int64_t b = 0; b < size * int64_t(sizeof(S)); b += 64) __builtin_prefetch(at + b, 0, 1);
+}
+
+// s[r][j] = products of R rows of q [dk] and `count` keys, a multiple of 4; rows `ahead` of size `next` are fetched meanwhile.
+template <class S, int R, class V>
+static inline void score_keys(const float* q, int64_t dk, const S* const* keys, int count, float (*s)[CHUNK], const V* const* ahead, int64_t next) {
+  for (int j = 0; j < count; j += 4) {
+    for (int i = 0; i < 4; i++) fetch(ahead[j + i], next);
+    vec a[R][4] = {};
+    for (int64_t d = 0; d < dk; d += LANES) {
+      vec key[4];
+      for (int i = 0; i < 4; i++) key[i] = widen(keys[j + i] + d);
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < 4; i++) a[r][i] += load(q + r * dk + d) * key[i];
     }
-    if (!in_place)
-      for (int j = 0; j < count; j++)
-        for (int64_t d = 0; d < x.dv; d++) value_copy[j * x.dv + d] = d < cached.dv ? float(v[j * cached.v_stride + d]) : 0.f;
-    const float *p[ROWS], *values = value_copy;
-    if constexpr (FLOAT) values = in_place ? v : value_copy;
-    float* acc[ROWS];
+    for (int r = 0; r < R; r++) sum4(a[r], s[r] + j);
+  }
+}
+
+// acc[r] += sum_j p[r][j] * values[j] for R rows and N vectors of columns from w on.
+template <class V, int R, int N, class S>
+static inline void add_columns(const float (*p)[CHUNK], const V* const* values, int count, float* acc, int64_t dv, int64_t w, const S* const* ahead, int64_t next) {
+  vec a[R][N];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) a[r][i] = load(acc + r * dv + w + i * LANES);
+  for (int j = 0; j < count; j++) {
+    fetch(ahead[j], next);
+    vec value[N];
+    for (int i = 0; i < N; i++) value[i] = widen(values[j] + w + i * LANES);
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < N; i++) a[r][i] += p[r][j] * value[i];
+  }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) store(acc + r * dv + w + i * LANES, a[r][i]);
+}
+
+template <class V, int R, class S>
+static inline void add_values(const float (*p)[CHUNK], const V* const* values, int count, float* acc, int64_t dv, const S* const* ahead, int64_t next) {
+  int64_t w = 0;
+  for (; w + VECTORS * LANES <= dv; w += VECTORS * LANES) add_columns<V, R, VECTORS>(p, values, count, acc, dv, w, ahead, w ? 0 : next);
+  for (; w < dv; w += LANES) add_columns<V, R, 1>(p, values, count, acc, dv, w, ahead, w ? 0 : next);
+}
+
+// Rows of a cache whose size is no multiple of 16, copied with zeros behind.
+template <class S>
+static void copy_rows(const S** rows, int count, int64_t size, int64_t room, S* copy) {
+  for (int j = 0; j < count; j++) {
+    std::memcpy(static_cast<void*>(copy + j * room), static_cast<const void*>(rows[j]), size * sizeof(S));
+    std::memset(static_cast<void*>(copy + j * room + size), 0, (room - size) * sizeof(S));
+    rows[j] = copy + j * room;
+  }
+}
+
+// One query of m <= ROWS heads meets the n keys and values at `index`, where a cache has them. They may be far apart, so
+// that those AHEAD of a chunk are fetched meanwhile: keys while keys are scored, values while values are added. They go to
+// the L2 cache: the few misses that an L1 cache can wait for would stop the loads.
+template <class S, class V>
+static void decode(const Scores& f, Rows<float>& x, int m, const Cached<S, V>& c, const int32_t* index, int64_t n) {
+  alignas(64) float s[ROWS][CHUNK];
+  alignas(64) S key_copy[CHUNK * MAX_HEAD];
+  alignas(64) V value_copy[CHUNK * MAX_HEAD];
+  const S *keys[CHUNK], *next_keys[CHUNK];
+  const V *values[CHUNK], *next_values[CHUNK];
+  auto key = [&](int64_t i) { return c.k + index[std::min(i, n - 1)] * c.k_stride; };
+  auto value = [&](int64_t i) { return c.v + index[std::min(i, n - 1)] * c.v_stride; };
+  for (int j = 0; j < AHEAD; j++) fetch(key(j), c.dk);
+  for (int j = 0; j < AHEAD; j++) fetch(value(j), c.dv);
+  for (int64_t first = 0; first < n; first += x.chunk) {
+    const int count = int(std::min<int64_t>(x.chunk, n - first)), room = (count + 15) / 16 * 16;
+    for (int j = 0; j < x.chunk; j++) {
+      keys[j] = key(first + j), next_keys[j] = key(first + j + AHEAD);
+      values[j] = value(first + j), next_values[j] = value(first + j + AHEAD);
+    }
+    if (c.dk < x.dk) copy_rows(keys, room, c.dk, x.dk, key_copy);
+    for (int r = 0; r < m;) {
+      const float* q = x.q + r * x.dk;
+      const int64_t next = r ? 0 : c.dk;
+      if (r + 4 <= m && LANES == 16) { score_keys<S, 4>(q, x.dk, keys, room, s + r, next_keys, next); r += 4; }
+      else if (r + 3 <= m) { score_keys<S, 3>(q, x.dk, keys, room, s + r, next_keys, next); r += 3; }
+      else if (r + 2 <= m) { score_keys<S, 2>(q, x.dk, keys, room, s + r, next_keys, next); r += 2; }
+      else { score_keys<S, 1>(q, x.dk, keys, room, s + r, next_keys, next); r++; }
+    }
     for (int r = 0; r < m; r++) {
-      p[r] = s[r];
-      acc[r] = x.acc + r * x.dv;
-      for (int j = count; j < room; j++) s[r][j] = 0;
       vec most = score_row(s[r], f, room, 0, count, true);
-      if (cached.index) {
-        for (int j = 0; j < count; j++) s[r][j] = cached.index[first + j] < 0 ? LOWEST : s[r][j];
-        most = splat(LOWEST);
-        for (int j = 0; j < room; j += LANES) most = load(s[r] + j) > most ? load(s[r] + j) : most;
-      }
       update_softmax(x, r, s[r], s[r], room, most, true);
     }
-    multiply_add<float>(p, 1, m, values, in_place ? cached.v_stride : x.dv, 16, count, acc, x.dv);
+    if (c.dv < x.dv) copy_rows(values, count, c.dv, x.dv, value_copy);
+    for (int r = 0; r < m;) {
+      float* acc = x.acc + r * x.dv;
+      const int64_t next = r ? 0 : c.dv;
+      if (r + 4 <= m && LANES == 16) { add_values<V, 4>(s + r, values, count, acc, x.dv, next_values, next); r += 4; }
+      else if (r + 3 <= m) { add_values<V, 3>(s + r, values, count, acc, x.dv, next_values, next); r += 3; }
+      else if (r + 2 <= m) { add_values<V, 2>(s + r, values, count, acc, x.dv, next_values, next); r += 2; }
+      else { add_values<V, 1>(s + r, values, count, acc, x.dv, next_values, next); r++; }
+    }
   }
+}
+
+// Append the places j of [first, last) that are visible and, where `query` is given, whose groups meet it.
+static int64_t list_keys(const int32_t* groups, int64_t words, const int32_t* query, const bool* visible, int64_t first, int64_t last, int32_t* index, int64_t n) {
+  int64_t j = first;
+#if FOCUS_AVX == 512
+  if (words == 1 || !query) {
+    const __m512i asked = _mm512_set1_epi32(query ? *query : 0);
+    __m512i place = _mm512_add_epi32(_mm512_set1_epi32(int32_t(first)), _mm512_loadu_si512(IOTA));
+    for (; j + 16 <= last; j += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(16))) {
+      __mmask16 keep = query ? _mm512_test_epi32_mask(_mm512_loadu_si512(groups + j), asked) : __mmask16(0xFFFF);
+      if (visible) {
+        __m128i seen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(visible + j));
+        keep &= _mm_test_epi8_mask(seen, seen);
+      }
+      _mm512_storeu_si512(index + n, _mm512_maskz_compress_epi32(keep, place));
+      n += __builtin_popcount(keep);
+    }
+  }
+#endif
+  for (; j < last; j++) {  // without a branch, which would be guessed wrong
+    int32_t meets = !query;
+    for (int64_t w = 0; query && w < words; w++) meets |= groups[j * words + w] & query[w];
+    index[n] = int32_t(j);
+    n += (meets != 0) & (!visible || visible[j]);
+  }
+  return n;
 }
 
 static const Isa isa = {
@@ -386,5 +468,5 @@ static const Isa isa = {
 #else
     nullptr,
 #endif
-    backward, decode<float>, decode<bf16>, multiply_rows, log_sum_exp,
+    backward, decode<float, float>, decode<bf16, bf16>, decode<float, bf16>, list_keys, multiply_rows, log_sum_exp,
 };
