@@ -312,10 +312,12 @@ def test_generate_static_cache_compiles_base_alone(tiny_model, fullgraph):
     assert "get_compiled_call" not in vars(model) and "create_masks_for_generate" not in vars(model)
 
 
+@pytest.mark.parametrize("method", ["focus", "focus_dual"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @torch.no_grad()
-def test_compiled_step_of_a_static_cache_is_one_graph(tiny_model, family):
-    model, ids = attach_focus(tiny_model(family)), make_tokens(2, 30)
+def test_compiled_step_of_a_static_cache_is_one_graph(tiny_model, family, method):
+    model, ids = attach(tiny_model(family), method, groups=4, window=6, sinks=2), make_tokens(2, 30)
+    set_routing(model.eval(), hard=True)
     found = {}
     for name in ("eager", "compiled"):
         cache = StaticCache(config=model.config, max_cache_len=64)

@@ -103,7 +103,7 @@ class GroupedLayer(CacheLayerMixin):
 
     Attributes:
         groups: a layer of the same kind, for which what are keys here are groups `(B, Y, n, W)` int32, and values
-            places of the tokens in their sequences `(B, 1, n, 1)` int32, -1 at padding.
+            places of the tokens in their sequences `(B, Y, n, 1)` int32, -1 at padding.
         groups_of: what the groups depend on; None once a token was added without.
         is_expected: `update` is about to be given tokens whose groups are known.
         read: by the last step.
@@ -135,7 +135,8 @@ class GroupedLayer(CacheLayerMixin):
     def append_groups(self, groups: Tensor, places: Tensor) -> Tensor:
         """Append `(B, Y, T, W)` and `(B, T)` of the tokens that `update` will be given; return the groups of all."""
         self.is_empty, self.is_expected = False, True
-        keys: Tensor = self.groups.update(groups, places[:, None, :, None])[0]
+        places = places[:, None, :, None].expand(-1, groups.shape[1], -1, -1)  # a layer has as many values as keys
+        keys: Tensor = self.groups.update(groups, places)[0]
         return keys
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
