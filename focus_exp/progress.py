@@ -23,7 +23,7 @@ class ProgressBar(tqdm):
     def __init__(self, *args: Any, leave: bool = False, **settings: Any) -> None:
         self.is_log = not sys.stderr.isatty()
         if self.is_log:
-            settings |= {"mininterval": 60, "miniters": 1, "delay": SECONDS_WITHOUT}
+            settings |= {"mininterval": 60, "maxinterval": math.inf, "miniters": 1, "delay": SECONDS_WITHOUT}
         if os.environ.get("RANK", "0") != "0":
             settings["disable"] = True
         super().__init__(*args, leave=leave and not self.is_log, dynamic_ncols=not self.is_log, **settings)

@@ -16,7 +16,7 @@ from focus_exp.training.focus_dual_fit.importance import fitted_methods
 
 # Passes that other work takes, measured with SmolLM2-135M on two CPU cores: of a sequence under a method, trained on,
 # or observed for a fit; a step of the warm start of all layers; and a step of a fit, for equally many parameters.
-ROUTED, TRAINED, OBSERVED, WARMED, FITTED = 0.9, 3.5, 3.5, 0.12, 7.5
+ROUTED, TRAINED, OBSERVED, WARMED, FITTED = 0.85, 3.0, 4.0, 0.27, 10.0
 
 
 def count_passes(config: Config, evaluator: PerplexityEvaluator, variants: list[AttentionConfig]) -> dict[str, float]:
@@ -40,6 +40,7 @@ def count_passes(config: Config, evaluator: PerplexityEvaluator, variants: list[
         if evaluator.is_base_frozen:  # the router before its training, and controls that are matched in each round
             passes["scoring"] += ROUTED * ((rows - len(variants)) * first + 2 * controls * (total - last))
         passes["training"] += 1.3 * focus.warm_start_sequences + WARMED * focus.warm_start_steps
+        passes["training"] += 2 * ROUTED * focus.balance_sequences
     passes["scoring"] += (base + ROUTED * rows) * total
     size, fits = sum(p.numel() for p in model.parameters()), [*variants, config.attention]
     for options in fits:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from focus_exp.errors import UserError
 from focus_exp.training.focus_dual_fit.importance import Observation
 
 CLUSTERED_TOKENS = 8192
+BALANCED_TOKENS = 8192  # spread over all
 MAX_WEIGHT = 5.0  # of a query, times the mean: a few would decide everything
 MAX_VALUE, VALUE_DECAY = 50.0, 0.1  # the same for a query's total importance, and the decay of its regression
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -173,12 +175,14 @@ def cluster_keys(vectors: Tensor, groups: int, generator: torch.Generator) -> Te
     for _ in range(10):
         members = F.one_hot(assign_evenly(sample, centers), groups).to(x.dtype)
         centers = F.normalize(members.transpose(-1, -2) @ sample + 1e-6, dim=-1)
-    return assign_evenly(x, centers)
+    return assign_evenly(x, centers, sample)
 
 
-def assign_evenly(x: Tensor, centers: Tensor) -> Tensor:
+def assign_evenly(x: Tensor, centers: Tensor, balanced: Tensor | None = None) -> Tensor:
+    """Label vectors by their center, which have as many each; `balanced`: of these vectors, where x is large."""
     similarity = 10 * x @ centers.transpose(-1, -2)
-    return (similarity + balancing_bias(similarity, 10, SHARPNESS[:3])[:, None]).argmax(-1)
+    of_sample = similarity if balanced is None else 10 * balanced @ centers.transpose(-1, -2)
+    return (similarity + balancing_bias(of_sample, 10, SHARPNESS[:3])[:, None]).argmax(-1)
 
 
 def balancing_bias(logits: Tensor, iterations: int, sharpness: tuple[float, ...]) -> Tensor:
@@ -295,6 +299,7 @@ def balance_keys(method: FocusDual, logits: Tensor) -> None:
 
     Soft groups: the largest hard one still has about five times the mean. Evener ones keep less importance.
     """
+    logits = logits[:, :: math.ceil(logits.shape[1] / BALANCED_TOKENS)]
     method.key_encoder.bias.add_(balancing_bias(logits, 30, SHARPNESS))
 
 
