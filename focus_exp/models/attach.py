@@ -12,14 +12,11 @@ import copy
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
 from focus_exp.attention.base import LayerShape
@@ -30,7 +27,6 @@ from focus_exp.models.hooks import has_values, route_hidden_states, unpadded
 from focus_exp.models.methods import (
     IMPLEMENTATION,
     Attachment,
-    active_methods,
     attention_modules,
     check_budget_length,
     find_device,
@@ -111,9 +107,6 @@ def attach(
     attachment.register(decoder, prepare_decoder, modules={i: modules[i] for i in indices})
     if not is_causal(model):
         model.prepare_inputs_for_generation = refuse_generation  # type: ignore[assignment]
-    make_masks = getattr(model, "create_masks_for_generate", create_masks_for_generate)
-    model.create_masks_for_generate = partial(create_masks, model, make_masks)  # type: ignore[assignment]
-    model.get_compiled_call = partial(get_compiled_call, model)  # type: ignore[method-assign]
     model.focus_attachment = attachment  # type: ignore[assignment]
     attachment.unpacked = prevent_repacking(model)
     attachment.set_active(True)
@@ -138,8 +131,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     for module in attention_modules(model).values():
         if hasattr(module, "focus"):
             del module.focus
-    for name in ("prepare_inputs_for_generation", "create_masks_for_generate", "get_compiled_call"):
-        vars(model).pop(name, None)
+    vars(model).pop("prepare_inputs_for_generation", None)
     del model.focus_attachment
     return model
 
@@ -243,24 +235,6 @@ def check_mask(mask: Tensor, tokens: int, past: int) -> None:
             raise UserError(f"attention_mask must be [batch, T] or [batch, 1, T, T] (got shape {tuple(mask.shape)}).")
         if mask.is_floating_point() and has_values(mask) and bool(((mask != 0) & (mask > HIDDEN)).any()):
             raise UserError("attention_mask must only hide keys: 0 or a large negative value; no biases are supported.")
-
-
-def prunes_pairs(model: PreTrainedModel) -> bool:
-    """Return whether active methods prune pairs, so that the KV cache is grouped."""
-    return any(not method.is_dense() for method in active_methods(model).values())
-
-
-def create_masks(model: PreTrainedModel, make_masks: Callable[..., Any], **inputs: Any) -> Any:
-    """Leave the masks of `generate()` to the decoder once a static cache is grouped."""
-    return inputs.get("attention_mask") if prunes_pairs(model) else make_masks(**inputs)
-
-
-def get_compiled_call(model: PreTrainedModel, compile_config: Any) -> Any:
-    """Return the call of `generate()`: compiled unless the cache is grouped."""
-    if prunes_pairs(model):
-        log.warning_once("generate() runs without torch.compile: a grouped KV cache has no static shapes")
-        return model.__call__
-    return type(model).get_compiled_call(model, compile_config)
 
 
 def refuse_generation(*args: Any, **kwargs: Any) -> None:  # transformers looks for the name kwargs
