@@ -109,6 +109,7 @@ gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: r
 gpu-models: $(TESTED) ## tests and benchmarks of whole models that need a CUDA device
 	TRITON_INTERPRET=0 $(RUN) pytest -m gpu $(ARGS)
 	$(RUN) focus_exp $(GPU_BENCH)
+	PYTHONPATH=. TRITON_INTERPRET=0 $(VENV)/bin/python tests/gpu_models.py
 
 lint: $(STAMP)-dev ## ruff: rules and formatting
 	$(RUN) ruff check .

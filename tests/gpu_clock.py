@@ -85,25 +85,7 @@ class Contender:
     def build(form: str, groups: int, kernel: str, shape: Shape, tensors: Tensors) -> Contender:
         device = tensors.hidden.device
         layer = LayerShape(shape.width, shape.heads, shape.head_dim, 0, shape.kv_heads)
-        torch.manual_seed(groups)
-        sample = torch.randn(1, CALIBRATION, shape.width, device=device)
-        method: AttentionMethod
-        if form == PUBLISHED:
-            method = Focus.create(layer, groups=groups, top_k=1, window=WINDOW, sinks=SINKS).to(device).eval()
-            method.hard = True
-        elif form == GATE:
-            method = KeyGate.create(layer, window=WINDOW, sinks=SINKS).to(device).eval()
-            with torch.no_grad():
-                method.threshold.fill_(float(torch.quantile(method.scores(sample).flatten(), 1 - KEPT)))
-        else:
-            method = FocusDual.create(
-                layer, groups=groups, top_k=1, window=WINDOW, sinks=SINKS, counts="query"
-            ).to(device).eval()  # fmt: skip
-            method.worth.normal_(std=shape.width**-0.5)
-            with torch.no_grad():
-                scores = method.logits(sample, torch.arange(CALIBRATION, device=device)[None])[0]
-                limits = torch.quantile(scores[0].flatten(1), 1 - KEPT, dim=1)
-                method.thresholds.copy_(limits[:, None].expand_as(method.thresholds))
+        method = make_method(form, groups, layer, device)
         method.backend, method.sparse_from = kernel, 0
         # on a CPU those of Triton refuse by their own rule, and the interpreter runs them all the same
         method.select_kernels = lambda *_: [KERNELS[kernel]]  # type: ignore[method-assign]
@@ -123,6 +105,30 @@ class Contender:
         q, k, v = self.tensors.q, self.tensors.k, self.tensors.v
         out = self.method.attend(q, k, v, selection, sequence, self.args)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def make_method(form: str, groups: int, layer: LayerShape, device: torch.device) -> AttentionMethod:
+    """Make a layer's method in eval mode; two encoders and the key gate keep KEPT of the distant pairs."""
+    torch.manual_seed(groups)
+    sample = torch.randn(1, CALIBRATION, layer.width, device=device)
+    method: AttentionMethod
+    if form == PUBLISHED:
+        method = Focus.create(layer, groups=groups, top_k=1, window=WINDOW, sinks=SINKS).to(device).eval()
+        method.hard = True
+    elif form == GATE:
+        method = KeyGate.create(layer, window=WINDOW, sinks=SINKS).to(device).eval()
+        with torch.no_grad():
+            method.threshold.fill_(float(torch.quantile(method.scores(sample).flatten(), 1 - KEPT)))
+    else:
+        method = FocusDual.create(
+            layer, groups=groups, top_k=1, window=WINDOW, sinks=SINKS, counts="query"
+        ).to(device).eval()  # fmt: skip
+        method.worth.normal_(std=layer.width**-0.5)
+        with torch.no_grad():
+            scores = method.logits(sample, torch.arange(CALIBRATION, device=device)[None])[0]
+            limits = torch.quantile(scores[0].flatten(1), 1 - KEPT, dim=1)
+            method.thresholds.copy_(limits[:, None].expand_as(method.thresholds))
+    return method
 
 
 class Clock:
