@@ -37,7 +37,7 @@ def fit(
 ) -> PreTrainedModel:
     """Attach two encoders per layer to a frozen model, and fit them to texts.
 
-    The fit is that of the variant `two_encoders` of the main job. It is cached by base, tokens and options: an
+    The fit is that of the variant `two_encoders` at budget=embedded. It is cached by base, tokens and options: an
     interrupted one resumes, and another density takes seconds.
 
     Args:
