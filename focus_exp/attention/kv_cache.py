@@ -19,6 +19,7 @@ from focus_exp.attention.selection import AttentionArgs, row_blocks
 
 BLOCK = 256  # queries at a time
 WORD = 32  # groups of an integer
+BITS = 1 << torch.arange(WORD, dtype=torch.int32)
 
 
 def pack_groups(groups: Tensor | None, batch: int, count: int, device: torch.device) -> Tensor:
@@ -28,8 +29,8 @@ def pack_groups(groups: Tensor | None, batch: int, count: int, device: torch.dev
     groups = groups if groups.ndim == 4 else groups[:, None]
     size = groups.shape[-1]
     groups = groups[..., None, :] if size <= WORD else F.pad(groups, (0, -size % WORD)).unflatten(-1, (-1, WORD))
-    bits = 1 << torch.arange(groups.shape[-1], dtype=torch.int32, device=device)
-    return (groups * bits).sum(-1, dtype=torch.int32)
+    bits = BITS if device.type == "cpu" else 1 << torch.arange(WORD, dtype=torch.int32, device=device)
+    return (groups * bits[: groups.shape[-1]]).sum(-1, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
