@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from builders import make_tokens
+from problems import random_sequence
 from test_kernels import poisoned_memory  # noqa: F401
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp import attach, set_routing
 from focus_exp.attention.kernels import cpu_sparse, gpu_sparse
-from focus_exp.attention.selection import top_k_groups
+from focus_exp.attention.selection import AttentionArgs, select, top_k_groups
 from focus_exp.models.methods import attached_methods
 
 needs_kernel = pytest.mark.skipif(cpu_sparse.unavailable_reason() is not None, reason="no compiler")
@@ -99,6 +100,22 @@ def test_gpu_attention_operators_fit_torch(trained, shared):
             *numbers,
         ),
     )
+
+
+@pytest.mark.skipif(gpu_sparse.import_error("triton") is not None, reason="no Triton")
+def test_gpu_attention_is_one_graph():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 9, 16), *torch.randn(2, 1, 1, 9, 16)
+    sequence, args = random_sequence("left", 1, 9), AttentionArgs(0.3, window=2, sinks=1, sink_logits=torch.randn(2))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, assignment: Tensor) -> Tensor:
+        return gpu_sparse.Triton().attention(q, k, v, select(assignment, 1, "query_topk"), sequence, args)
+
+    inputs = (q, k, v, torch.rand(1, 9, 3))
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    real = sequence.valid[:, None, :, None]
+    torch.testing.assert_close(compiled(*inputs) * real, attend(*inputs) * real)
 
 
 @needs_kernel
