@@ -19,6 +19,24 @@ from focus_exp.training.focus_dual_fit.importance import fitted_methods
 ROUTED, TRAINED, OBSERVED, WARMED, FITTED = 0.85, 3.0, 4.0, 0.27, 10.0
 
 
+def count_scored(config: Config, fit_variants: int, causal: bool) -> tuple[int, float]:
+    """Count the passes over the held-out sequences without and with the method, each sequence once in a row.
+
+    Args:
+        fit_variants: still to be scored.
+        causal: whether the method is; others are scored as their causal counterpart too.
+    """
+    base = 1 + (config.recipe.trains("lora") or config.recipe.trains("all"))
+    if config.attention.method == "full":
+        return base, 0.0
+    attached = 1.0 + len(config.eval.adapters) + fit_variants
+    if config.has_router:  # soft routing, hard ones, controls, counterparts, and both routings after earlier phases
+        bounds, controls = config.eval.bounds, config.eval.controls
+        attached += len(config.scored_top_ks) - 1 + bounds + controls * (2 + bounds)
+        attached += 2 * max(0, len(config.phases) - 1) + 2 * (not causal and config.focus.balance_sequences > 0)
+    return base, attached
+
+
 def count_passes(config: Config, evaluator: PerplexityEvaluator, variants: list[AttentionConfig]) -> dict[str, float]:
     """Count the passes of job=train by stage.
 
@@ -29,19 +47,14 @@ def count_passes(config: Config, evaluator: PerplexityEvaluator, variants: list[
     total, first, last = sum(map(len, rounds)), len(rounds[0]), len(rounds[-1])
     trainer = config.trainer
     passes = {"training": TRAINED * sum(p.steps for _, p in config.phases) * trainer.accumulate * trainer.batch_size}
-    base, rows = 1 + (not evaluator.is_base_frozen), 0
-    if config.attention.method != "full":
-        rows = 1 + len(config.eval.adapters) + len(variants)
-    passes["scoring"] = 0.0
-    if focus:  # soft routing, hard ones, controls, counterparts, and both routings after earlier phases
-        bounds, controls = config.eval.bounds, config.eval.controls
-        rows += len(config.scored_top_ks) - 1 + bounds + controls * (2 + bounds) + 2 * max(0, len(config.phases) - 1)
-        rows += 2 * (not is_causal(model) and focus.balance_sequences > 0)
+    base, rows = count_scored(config, len(variants), is_causal(model))
+    passes["scoring"] = (base + ROUTED * rows) * total
+    if focus:
+        controls = config.eval.controls
         if evaluator.is_base_frozen:  # the router before its training, and controls that are matched in each round
             passes["scoring"] += ROUTED * ((rows - len(variants)) * first + 2 * controls * (total - last))
         passes["training"] += 1.3 * focus.warm_start_sequences + WARMED * focus.warm_start_steps
         passes["training"] += 2 * ROUTED * focus.balance_sequences
-    passes["scoring"] += (base + ROUTED * rows) * total
     size, fits = sum(p.numel() for p in model.parameters()), [*variants, config.attention]
     for options in fits:
         if isinstance(options, FitOptions) and options.calibration_sequences:
