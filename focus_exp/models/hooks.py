@@ -185,7 +185,7 @@ def route_cached(
     batch, count = h.shape[:2]
     state = layer.state(count)
     if layer.is_empty:
-        sequence = describe_sequence(h, getattr(mask, "first_pass", mask))
+        sequence = describe_sequence(h, first_pass(mask, count))
         selection = route(method, h, sequence)
         whole = selection if sequence.order is None else selection.reorder(sequence.order.argsort(1))
         layer.append_groups(pack_groups(whole.key_groups, batch, count, h.device), count_places(sequence))
@@ -202,6 +202,28 @@ def route_cached(
     if not torch.compiler.is_compiling():
         layer.read = read
     return AttentionContext(sequence, selection, mask, given, state, read)
+
+
+def first_pass(mask: Any, count: int) -> Any:
+    """Return the mask of `count` tokens alone, of one for an empty cache that may be preallocated.
+
+    `generate()` copies masks, and thereby drops their attributes: a mask of causality and padding is known again.
+    """
+    if hasattr(mask, "first_pass"):
+        return mask.first_pass
+    if not isinstance(mask, Tensor) or mask.ndim < 4 or not mask.shape[-1] >= count == mask.shape[-2]:
+        return mask
+    if band_reach(mask) or count == 1 or not has_values(mask):
+        return mask
+    seen: Any = normalize_mask(mask)
+    seen = seen[..., :count]
+    valid, causal = seen[:, :, -1:], torch.ones(count, count, dtype=torch.bool, device=seen.device).tril()
+    if seen.equal(causal & valid):
+        seen = None if bool(valid.all()) else valid
+    else:
+        mark_band(seen)
+    mask.first_pass = seen  # type: ignore[attr-defined]  # once for all layers
+    return seen
 
 
 def count_places(sequence: Sequence) -> Tensor:
