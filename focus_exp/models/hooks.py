@@ -74,8 +74,7 @@ def make_layer_mask(
     """Build the mask of one kind of layers; no T x T where padding suffices.
 
     Returns:
-        None for plain causality, `[B, 1, 1, S]` for padding alone, else `[B, 1, T, S]`. Of an empty preallocated cache
-        its attribute `first_pass` is the mask of the new tokens alone.
+        None for plain causality, `[B, 1, 1, S]` for padding alone, else `[B, 1, T, S]`.
     """
     # an unfilled sliding window or chunk has no effect
     is_needed = local_size is not None and kv_length >= local_size
@@ -102,11 +101,6 @@ def make_layer_mask(
         return mask
     if local_size is not None and not is_needed_by_cache:
         mark_band(mask)  # once for all layers of a kind
-    if is_needed_by_cache and not kv_offset and kv_length > q_length > 1 and bool(q_offset == 0):
-        mask.first_pass = make_layer_mask(  # type: ignore[attr-defined]
-            batch_size, q_length, q_length, 0, 0, mask_function, attention_mask, local_size, allow_is_causal_skip,
-            **options,
-        )  # fmt: skip
     mask.described = []  # type: ignore[attr-defined]  # see describe_cached
     return mask
 
@@ -207,7 +201,7 @@ def route_cached(
 def first_pass(mask: Any, count: int) -> Any:
     """Return the mask of `count` tokens alone, of one for an empty cache that may be preallocated.
 
-    `generate()` copies masks, and thereby drops their attributes: a mask of causality and padding is known again.
+    As from `make_layer_mask`, of whose masks `generate()` makes copies without their attributes.
     """
     if hasattr(mask, "first_pass"):
         return mask.first_pass
