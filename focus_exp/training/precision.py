@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from focus_exp.attention.kernels.measured import Times, least_seconds, read_or_measure
 from focus_exp.errors import UserError
 from focus_exp.results.environment import cpu_name
-from focus_exp.storage import replace_file
 
 MAX_WIDTH = 1024  # of the measured product, so that it takes under half a second
-REPEATS = 4
+REPEATS = 3
 DESCRIPTION = re.compile(r"\b(float32|bfloat16|bf16-mixed) \((.+?)\)")  # of str(Precision)
 
 
@@ -90,33 +88,21 @@ def choose_precision(
     return Precision(device, weights, bf16 and trains_base, reason)
 
 
-def measure_products(width: int, cache: Path) -> dict[str, float]:
+def measure_products(width: int, cache: Path) -> Times:
     """Return the seconds of a matrix product in each dtype, measured once a machine, torch and number of threads.
 
     The product is that of an MLP's first layer, of 1,024 tokens.
     """
     key = f"{cpu_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads, width {width}"
-    path = cache / "matrix_products.json"
-    known: dict[str, dict[str, float]] = {}
-    with suppress(OSError, ValueError):
-        known = json.loads(path.read_text(encoding="utf-8"))
-    if key in known:
-        return known[key]
-    inputs = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x, weight = torch.ones(1024, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype)
-        inputs[str(dtype).removeprefix("torch.")] = x, weight
-    times = dict.fromkeys(inputs, math.inf)
-    for repeat in range(REPEATS):
-        for name, (x, weight) in inputs.items():
-            start = time.perf_counter()
-            torch.nn.functional.linear(x, weight)
-            if repeat:  # the first prepares the kernel
-                times[name] = min(times[name], time.perf_counter() - start)
-    with suppress(OSError):  # a cache that cannot be written costs a measurement
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(known | {key: times}, indent=1).encode())
-    return times
+
+    def measure() -> Times:
+        works = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            x, weight = torch.ones(1024, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype)
+            works[str(dtype).removeprefix("torch.")] = partial(torch.nn.functional.linear, x, weight)
+        return least_seconds(works, REPEATS)
+
+    return read_or_measure(cache / "matrix_products.json", key, measure)
 
 
 def choose_device(accelerator: str) -> torch.device:

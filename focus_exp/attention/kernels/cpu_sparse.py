@@ -7,7 +7,6 @@ no fused attention on a CPU.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -32,6 +31,7 @@ from focus_exp.attention.kernels.contract import (
     KernelRequirements,
     constant,
 )
+from focus_exp.attention.kernels.measured import Times, least_seconds, read_or_measure
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, distant_keys
 
 log = logging.getLogger(__name__)
@@ -159,34 +159,19 @@ def is_faster_than_torch(dtype: torch.dtype) -> bool:
     has_amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
     kind = f"{torch.backends.cpu.get_cpu_capability()}{' with AMX' if has_amx else ''}"
     key, path = f"{dtype}, {kind}, {torch.get_num_threads()} threads", kernel_folder() / "times.json"
-    known: dict[str, dict[str, float]] = {}
-    with suppress(OSError, ValueError):
-        known = json.loads(path.read_text(encoding="utf-8"))
-    if key not in known:
-        known[key] = time_full_attention(dtype)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        with suppress(OSError):  # a folder that cannot be written costs a measurement
-            temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
-            temporary.replace(path)
-    return known[key]["kernel"] < known[key]["torch"]
+    times = read_or_measure(path, key, lambda: time_full_attention(dtype))
+    return times["kernel"] < times["torch"]
 
 
 @torch.no_grad()
-def time_full_attention(dtype: torch.dtype) -> dict[str, float]:
-    """Return the seconds of the kernel and of torch, the least of five in turn."""
+def time_full_attention(dtype: torch.dtype) -> Times:
+    """Return the seconds of the kernel and of torch."""
     q = torch.ones(TIMED, dtype=dtype)
     works = {
         "kernel": lambda: full_attention(q, q, q, AttentionArgs(1.0)),
         "torch": lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
     }
-    times = dict.fromkeys(works, float("inf"))
-    for turn in range(6):
-        for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            if turn:  # the first loads it
-                times[name] = min(times[name], time.perf_counter() - start)
-    return times
+    return least_seconds(works, repeats=5)
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
