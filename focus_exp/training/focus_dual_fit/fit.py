@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import top_k_groups
 from focus_exp.config import DualConfig
+from focus_exp.models.head import Head
 from focus_exp.models.methods import set_budget
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
@@ -121,8 +122,9 @@ def measure_curves(
 ) -> dict[int, BudgetCurves]:
     """Measure each layer's curves on validation sequences `(T,)`."""
     probes = {layer: CurveProbe(method, summed) for layer, method in methods.items()}
+    head = Head(model)
     for tokens in ProgressBar(sequences, desc="measuring the fit", unit="sequence"):
-        backpropagate(model, probes, tokens, precision)
+        backpropagate(head, probes, tokens, precision)
     curves = {}
     for layer, probe in probes.items():
         assert probe.curves is not None

@@ -124,7 +124,7 @@ class LossProbe(FullAttention):
 
 # importance `(G, t, S)` of distant pairs, summed over the query heads that share a key
 IMPORTANCE: dict[str, Callable[[PairChanges], Tensor]] = {
-    "loss": lambda pairs: pairs.loss.square_().sum(1) * pairs.distant,
+    "loss": lambda pairs: pairs.loss.square().sum(1) * pairs.distant,
     "attention": lambda pairs: pairs.attention.sum(1) * pairs.distant,
 }
 
@@ -198,11 +198,9 @@ def attached_probes(model: PreTrainedModel, probes: Mapping[int, AttentionMethod
         yield
 
 
-def backpropagate(
-    model: PreTrainedModel, probes: Mapping[int, LossProbe], tokens: Tensor, precision: Precision
-) -> None:
-    """Run tokens `(T,)` forward and back with `probes` in their layers; no weight gets a gradient."""
-    head = Head(model)
+def backpropagate(head: Head, probes: Mapping[int, LossProbe], tokens: Tensor, precision: Precision) -> None:
+    """Run tokens `(T,)` forward and back with `probes` in the layers; no weight gets a gradient."""
+    model = head.model
     with attached_probes(model, probes), precision.context(), torch.enable_grad():
         embedded = model.get_input_embeddings()(tokens[None].to(model.device)).detach().requires_grad_(True)
         targets = tokens[1:].to(model.device)
@@ -228,13 +226,13 @@ def record_observations(
     make_probe: makes what stands in for a method and has an `observation` after a pass.
     """
     paths = [folder / f"block-{index:05d}.safetensors" for index in range(len(sequences))]
-    pairs = list(zip(paths, sequences, strict=True))
+    pairs, head = list(zip(paths, sequences, strict=True)), Head(model)
     for path, tokens in ProgressBar(pairs, desc="measuring importance", unit="sequence"):
 
         def observe(tokens: Tensor = tokens) -> dict[str, Tensor]:
             probes = {i: make_probe(method) for i, method in methods.items()}
             if all(isinstance(probe, LossProbe) for probe in probes.values()):
-                backpropagate(model, probes, tokens, precision)
+                backpropagate(head, probes, tokens, precision)
             else:
                 with attached_probes(model, probes), precision.context(), torch.no_grad():
                     model(tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
