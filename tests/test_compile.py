@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from builders import make_tokens
 from problems import random_sequence
-from test_kernels import poisoned_memory  # noqa: F401
+from test_kernels import poisoned_memory  # noqa: F401  # a fixture
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
 from test_dual import layers
-from test_kernels import Problem, poisoned_memory  # noqa: F401
+from test_kernels import Problem, poisoned_memory  # noqa: F401  # a fixture
 from torch.utils import cpp_extension
 
 from focus_exp.attention import dense

@@ -11,7 +11,7 @@ from builders import compute_logits, make_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import Problem, random_assignment, random_sequence
-from test_kernels import poisoned_memory  # noqa: F401
+from test_kernels import poisoned_memory  # noqa: F401  # a fixture
 from torch import Tensor
 
 from focus_exp import UserError, attach, set_routing

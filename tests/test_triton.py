@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import random_assignment, random_sequence
-from test_kernels import Problem, poisoned_memory  # noqa: F401
-from torch._subclasses.fake_tensor import FakeTensorMode
+from test_kernels import Problem, poisoned_memory  # noqa: F401  # a fixture
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import FocusDual
@@ -120,7 +120,8 @@ def test_setup_never_waits_for_the_device(padding):
     with FakeTensorMode() as mode:  # whatever depends on numbers raises
         valid = None if sequence.valid is None else mode.from_tensor(sequence.valid)
         fake = replace(sequence, start=mode.from_tensor(sequence.start), valid=valid)
-        Setup.of(select(mode.from_tensor(g), 2, "share"), fake, AttentionArgs(1.0, window=5, sinks=2), 2)
+        setup = Setup.of(select(mode.from_tensor(g), 2, "share"), fake, AttentionArgs(1.0, window=5, sinks=2), 2)
+    assert all(isinstance(x, FakeTensor) for x in setup.tensors if x is not None)
 
 
 def test_spans_of_queries_equal_reference():

@@ -89,7 +89,7 @@ def make_layer_mask(
         mask = padding.bool()[:, None, None].expand(batch_size, 1, 1, kv_length)
         if has_values(mask):
             mask.has_gaps = bool(has_gaps(padding))  # type: ignore[attr-defined]  # once for all layers
-            mask.described = []  # type: ignore[attr-defined]
+            mask.described = []  # type: ignore[attr-defined]  # tensors take attributes; see describe_cached
         return mask
     if "allow_is_bidirectional_skip" in options:  # of layers that attend to an encoder
         options["allow_is_bidirectional_skip"] = False
@@ -101,7 +101,7 @@ def make_layer_mask(
         return mask
     if local_size is not None and not is_needed_by_cache:
         mark_band(mask)  # once for all layers of a kind
-    mask.described = []  # type: ignore[attr-defined]  # see describe_cached
+    mask.described = []  # type: ignore[attr-defined]  # tensors take attributes; see describe_cached
     return mask
 
 

@@ -56,7 +56,7 @@ def constant(function: Callable[..., T]) -> Callable[..., T]:
     def call(*args: Any) -> T:
         return cached(*args)
 
-    call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]  # functions take attributes
     marked: Callable[..., T] = torch.compiler.assume_constant_result(call)
     return marked
 

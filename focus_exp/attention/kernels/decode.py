@@ -45,9 +45,4 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if device not in KERNELS or (q.dtype, k.dtype, v.dtype) not in DTYPES[device]:
         return False
     sizes = max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM and all(x.stride(-1) == 1 for x in (q, k, v))
-    return sizes and is_available(device)
-
-
-@torch.compiler.assume_constant_result
-def is_available(device: str) -> bool:
-    return KERNELS[device].unavailable_reason() is None
+    return sizes and KERNELS[device].unavailable_reason() is None
