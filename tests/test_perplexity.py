@@ -23,7 +23,6 @@ from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import perplexity
 from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, SOFT, WINDOW_ONLY
 from focus_exp.evaluation.perplexity import (
-    LOGIT_ROWS,
     PairCounter,
     PerplexityEvaluator,
     Scores,
@@ -33,7 +32,7 @@ from focus_exp.evaluation.perplexity import (
     token_losses,
 )
 from focus_exp.jobs.train import attach_method
-from focus_exp.models.head import Head
+from focus_exp.models.head import ROWS, Head
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.training.precision import choose_precision
 
@@ -63,7 +62,7 @@ def score_all(model, blocks, batch_size=4) -> Scores:
 @given(prefix=st.sampled_from([[], [BOS], [BOS, 7], [9, BOS, 7]]), batch_size=st.integers(1, 5), seed=SEEDS)
 @settings(max_examples=8)
 def test_score_every_token_given_its_sequence_so_far(tiny_llama, prefix, batch_size, seed):
-    stream, length = random_stream([300, 5, 150], seed), LOGIT_ROWS + 8  # float32 logits in two steps
+    stream, length = random_stream([300, 5, 150], seed), ROWS + 8  # float32 logits in two steps
     blocks = SequenceDataset(stream, length, prefix=prefix, cross_documents=False)
     nll = score_all(tiny_llama, blocks, batch_size).nll
     expected = np.full(nll.shape, np.nan)

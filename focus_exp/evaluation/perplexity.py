@@ -47,7 +47,7 @@ from focus_exp.evaluation.controls import (
     window_only,
 )
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
-from focus_exp.models.head import Head
+from focus_exp.models.head import ROWS, Head
 from focus_exp.models.methods import (
     active_methods,
     hash_methods,
@@ -65,7 +65,6 @@ from focus_exp.training.precision import Precision
 
 log = logging.getLogger(__name__)
 
-LOGIT_ROWS = 128  # positions whose logits are in memory
 FIRST_ROUND = 4  # sequences
 
 
@@ -181,8 +180,8 @@ def token_losses(head: Head, tokens: Tensor) -> Tensor:
     """Return the float32 loss (B, T) of each token; NaN for the first."""
     inputs = head.inputs(input_ids=tokens)
     losses = torch.full(tokens.shape, torch.nan, dtype=torch.float32, device=tokens.device)
-    for begin in range(0, tokens.shape[1] - 1, LOGIT_ROWS):
-        end = min(begin + LOGIT_ROWS, tokens.shape[1] - 1)
+    for begin in range(0, tokens.shape[1] - 1, ROWS):
+        end = min(begin + ROWS, tokens.shape[1] - 1)
         targets = tokens[:, begin + 1 : end + 1]
         logits = head.logits(inputs[:, begin:end].flatten(0, 1))
         loss = F.cross_entropy(logits, targets.flatten(), reduction="none")
