@@ -1,80 +1,77 @@
-"""Templates of pages: rows of tables, formats, and what is wrong with a template."""
+"""Pages: numbers between markers, cells of Markdown tables, and what is wrong with a marker."""
 
-import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.pages import PAGES, TEMPLATES, Tables, render, render_pages, wrap
+from focus_exp.reporting.pages import fill, fill_pages
 
-ROW = {"id": "T1.2", "change": 3.264, "low": -1.04, "high": 4.0, "sparsity": 0.5549, "params": 278400, "seeds": 3}
-CLAIMS = pd.DataFrame([ROW, ROW | {"id": "T1.3", "change": -0.04}])
-
-
-@pytest.fixture
-def fill(tmp_path):
-    def fill(text):
-        (tmp_path / "page.md.j2").write_text(text)
-        return render(tmp_path / "page.md.j2", Tables({"claims": CLAIMS}, tmp_path))
-
-    return fill
+ROOT = Path(__file__).parent.parent
+ROW = {"id": "T1.2", "model": "SmolLM2-135M-Instruct", "tokens": 4096, "change": 3.264, "sparsity": 0.5549}
+TABLES = {"claims": pd.DataFrame([ROW, ROW | {"id": "T1.3", "change": -0.04}, ROW | {"id": "T1.4", "change": None}])}
 
 
 @pytest.mark.parametrize(
-    ("expression", "text"),
+    ("marker", "text"),
     [
-        ("row('claims', id='T1.2').change | signed", "+3.3"),
-        ("row('claims', id='T1.2', seeds=3).change | fixed(2)", "3.26"),
-        ("row('claims', id='T1.3').change | signed", "-0.0"),
-        ("row('claims', id='T1.2').sparsity | percent", "55.5"),
-        ("row('claims', id='T1.2').params | fixed(0)", "278,400"),
-        ("row('claims', id='T1.3').change | to_percent | fixed", "-3.9"),
-        ("row('claims', id='T1.2') | interval", "+3.3 [-1.0, 4.0]"),
-        ("row('claims', id='T1.2') | interval(' %')", "+3.3 % [-1.0, 4.0]"),
-        ("rows('claims', seeds=3) | length", "2"),
-        ("rows('claims', id='T9.9') | length", "0"),
-        ("row('gpu', tokens=4096)['captured ratio'] | fixed", "2.0"),
+        ("claims id=T1.2 {change:+.1f}", "+3.3"),
+        ("claims id=T1.3 tokens=4096 {change:+.1f}", "-0.0"),
+        ("claims id=T1.2 model='SmolLM2 135M' {change:+.1f} ({sparsity:.1%})", "+3.3 (55.5 %)"),
+        ("claims id=T1.2 {tokens:,.0f}", "4,096"),
+        ("claims id=T1.2 {model}", "SmolLM2-135M-Instruct"),
+        ("claims {count}", "3"),
+        ("claims id=T9.9 {count}", "0"),
     ],
 )
-def test_render_fills_in_cells(tmp_path, fill, expression, text):
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu" / "a.json").write_text(json.dumps({"rows": [{"tokens": 4096, "captured ratio": 2.04}]}))
-    assert fill("{{ " + expression + " }} %") == f"{text} %"
+def test_fill_writes_cells(marker, text):
+    assert fill(f"It is <!--= {marker} -->?<!--/--> so.", TABLES) == f"It is <!--= {marker} -->{text}<!--/--> so."
 
 
 @pytest.mark.parametrize(
-    ("expression", "named"),
+    ("marker", "named"),
     [
-        ("row('claims', id='T9.9').change", "0 rows of claims"),
-        ("row('claims', seeds=3).change", "2 rows of claims"),
-        ("row('nowhere', id='T1.2')", "nowhere"),
-        ("row('claims', name='T1.2')", "name"),
-        ("row('claims', id='T1.2').speed", "speed"),
-        ("row(", "unexpected"),
+        ("claims id=T9.9 {change:.1f}", "0 rows"),
+        ("claims tokens=4096 {change:.1f}", "3 rows"),
+        ("claims id=T1.4 {change:.1f}", "format"),
+        ("nowhere id=T1.2 {change}", "nowhere"),
+        ("claims name=T1.2 {change}", "name"),
+        ("claims id=T1.2 {speed}", "speed"),
     ],
 )
-def test_render_refuses_what_is_not_in_the_tables(fill, expression, named):
+def test_fill_refuses_what_is_not_in_the_tables(marker, named):
     with pytest.raises(UserError, match=named) as raised:
-        fill("{{ " + expression + " }}")
-    assert "page.md.j2" in str(raised.value)
+        fill(f"<!--= {marker} -->1.0<!--/-->", TABLES)
+    assert marker in str(raised.value)
 
 
-def test_render_pages_fills_in_templates_of_the_project(tmp_path):
-    records = tmp_path / "runs" / "records"
-    assert render_pages(records, {"claims": CLAIMS}) == {}
-    (tmp_path / TEMPLATES).mkdir(parents=True)
-    (tmp_path / TEMPLATES / "README.md.j2").write_text("# {{ row('claims', id='T1.2').seeds }} seeds\n")
-    pages = render_pages(records, {"claims": CLAIMS})
-    assert list(pages) == [tmp_path / PAGES["README.md.j2"]]
-    assert pages[tmp_path / "README.md"].endswith("-->\n# 3 seeds\n")
+def test_fill_writes_cells_of_a_table_by_its_labels():
+    page = """<!--= claims tokens=4096 | id | {sparsity:.0%} | | model {change:+.1f} -->
+| claim | pruned | note | SmolLM2 135M | Gemma 3 270M |
+| --- | --- | --- | --- | --- |
+| second `T1.2` ¹ | {} | by hand | {} | - |
+| **T1.3** | {} | | {} | - |
+<!--/-->"""
+    filled = page
+    for text in ("55 %", "+3.3", "55 %", "-0.0"):
+        filled = filled.replace("{}", text, 1)
+    assert fill(page.replace("{}", "?"), TABLES).replace("|  |", "| |") == filled
+    with pytest.raises(UserError, match="0 rows"):
+        fill(page.replace("{}", "?").replace("by hand | ? | -", "by hand | ? | ?"), TABLES)
 
 
-def test_wrap_leaves_tables_headings_and_code():
-    words = " ".join(["word"] * 40)
-    kept = f"# {words}\n\n| {words} |\n\n```bash\n{words}\n\n{words}\n```\n"
-    assert wrap(kept) == kept
-    text = wrap(f"{words}\nlast\n\n- {words}\n  last\n1. first\n2. second\n")
-    assert max(map(len, text.splitlines())) <= 120
-    assert text.split("\n\n")[0].replace("\n", " ") == f"{words} last"
-    assert text.split("\n\n")[1].replace("\n  ", " ") == f"- {words} last\n1. first\n2. second\n"
+def test_pages_have_the_numbers_of_the_report():
+    files = (ROOT / "runs" / "records" / "report").glob("*.csv")
+    report = {path.stem: pd.read_csv(path, dtype=str, keep_default_na=False) for path in files}
+    pages = fill_pages(ROOT / "runs" / "records", report)
+    assert ROOT / "README.md" in pages
+    for page, text in pages.items():
+        assert page.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "results.md"], ids=lambda page: page.name)
+def test_page_has_no_line_that_opens_with_a_number(page):
+    """CommonMark reads a line that opens with a comment as HTML."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("<!--") and not line.endswith("-->")] == []

@@ -11,7 +11,7 @@ from focus_exp.errors import UserError
 from focus_exp.reporting import report
 from focus_exp.reporting.check import check_runs, find_stale, renew
 from focus_exp.reporting.load import load_results
-from focus_exp.reporting.pages import render_pages
+from focus_exp.reporting.pages import fill_pages
 from focus_exp.reporting.report import check_report, report_tables, write_report
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import Record, VariantRun
@@ -69,8 +69,8 @@ def test_job_report_check_fails_on_stale_run(runs, tmp_path):
 def test_published_report_and_pages_follow_from_measurements(published):
     tables = report_tables(published)
     assert check_report(tables, RECORDS / "report") == []
-    pages = render_pages(RECORDS, tables)
-    assert [page.name for page in pages] == ["README.md", "results.md"]
+    pages = fill_pages(RECORDS, tables)
+    assert [page.name for page in pages] == ["README.md", "results.md", "conclusions.md"]
     for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text
 

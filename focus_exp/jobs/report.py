@@ -10,7 +10,7 @@ from focus_exp.jobs.run import open_wandb
 from focus_exp.reporting.check import find_stale, renew
 from focus_exp.reporting.figures import report_figures
 from focus_exp.reporting.load import load_results
-from focus_exp.reporting.pages import render_pages
+from focus_exp.reporting.pages import fill_pages
 from focus_exp.reporting.report import REPORT, report_tables, verdict_table, write_report
 from focus_exp.reporting.wandb import build_workspace, dashboard_tables, log_tables, wandb_mode
 from focus_exp.storage import replace_file
@@ -21,7 +21,7 @@ NAME = "report"  # of the W&B run of job=dashboard
 def report(config: Config) -> None:
     """Write the report of all runs below runs_dir, with a verdict on every claim of the paper.
 
-    That of runs/records also fills in the numbers of README.md and docs/results.md, from docs/templates.
+    That of runs/records also fills in the numbers of README.md and docs/results.md, between their markers.
     report.check=true fails where one of these files no longer follows from the measurements.
     report.renew=true writes the tables and figures of every run again.
     """
@@ -35,7 +35,7 @@ def report(config: Config) -> None:
     if config.report.renew:
         renew(runs)
     tables = write_report(load_results(runs, config.budget["name"]), runs / REPORT)
-    for page, text in render_pages(runs, tables).items():
+    for page, text in fill_pages(runs, tables).items():
         replace_file(page, text.encode())
     print(verdict_table(tables["claims"]).to_string(index=False))
     print(f"report: {runs / REPORT / 'report.md'}")

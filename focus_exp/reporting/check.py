@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from focus_exp.reporting.load import load_results, load_run
-from focus_exp.reporting.pages import render_pages
+from focus_exp.reporting.pages import fill_pages
 from focus_exp.reporting.report import REPORT, check_report, render_markdown, report_tables
 from focus_exp.reporting.run_report import TABLE, render_run, run_tables, write_run_report
 from focus_exp.results.comparison import compare_variants
@@ -26,10 +26,10 @@ def find_stale(records: Path, budget: str = "") -> list[str]:
         results = load_results(records, budget)
         tables = report_tables(results)
         wrong += [f"{report / name} does not follow from the measurements" for name in check_report(tables, report)]
-        pages = {report / f"{REPORT}.md": render_markdown(results, tables)} | render_pages(records, tables)
+        pages = {report / f"{REPORT}.md": render_markdown(results, tables)} | fill_pages(records, tables)
         for page, text in pages.items():
             if not page.exists() or page.read_text(encoding="utf-8") != text:
-                wrong.append(f"{page} does not follow from its template and the measurements")
+                wrong.append(f"{page} does not have the numbers of the measurements")
     return wrong
 
 

@@ -1,133 +1,108 @@
-"""Fill in the templates of README.md, docs/results.md and the conclusions from the tables of the report."""
+"""Fill in the numbers of pages that are written by hand, from the tables of the report.
+
+A number stands between a marker and <!--/-->. The marker names a table, the cells of one row, and a format:
+
+    <!--= frontier variant=dual_20 tokens=4096 {change:+.1f} -->+1.0<!--/-->
+
+Before a Markdown table it gives, for each of its columns, either the report's column that the labels name, or a format;
+the last one serves for all columns that remain. A column before a format is named by the head of the Markdown column.
+
+    <!--= frontier tokens=4096 | variant | model {change:+.1f} -->
+
+Of a label counts what is in backticks, if there are any. A cell with `-` may lack its row. {count} counts rows.
+"""
 
 from __future__ import annotations
 
-import json
+import io
 import re
-import textwrap
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.format import to_percent
+from focus_exp.reporting.load import read_yaml
 
-TEMPLATES = Path("docs", "templates")
-PAGES = {"README.md.j2": Path("README.md"), "results.md.j2": Path("docs", "results.md")}
-WIDTH = 120
-VERBATIM = ("|", "#", "!", "<", "```")  # first characters of lines that are not of a paragraph
-ITEM = re.compile(r"\s*(?:- |\d+\. )")
-HEADER = "<!-- Written from docs/templates/{} by job=report runs_dir=runs/records: edit the template. -->\n"
+PAGES = (Path("README.md"), Path("docs", "results.md"), Path("runs", "records", "conclusions.md"))
+MARKER = re.compile(r"(<!--= (\w+)(.*?) -->)(.*?)(<!--/-->)", re.DOTALL)
+NAMES: dict[str, str] = read_yaml("tables")["names"]
 
 
-class Tables:
-    """Look up rows of the report's tables, by name, and of the GPU measurements below `records`."""
-
-    def __init__(self, tables: dict[str, pd.DataFrame], records: Path) -> None:
-        self.tables = tables | {"gpu": read_gpu_rows(records / "gpu")}
-
-    def rows(self, table: str, **conditions: Any) -> list[dict[str, Any]]:
-        """Return the rows whose columns have these values.
-
-        Raises:
-            UserError: there is no such table or column.
-        """
-        if table not in self.tables:
-            raise UserError(f"{table} is not a table of the report. Use one of: {', '.join(sorted(self.tables))}.")
-        found = self.tables[table]
-        for column, value in conditions.items():
-            if column not in found:
-                raise UserError(f"{column} is not a column of {table}. Use one of: {', '.join(found.columns)}.")
-            found = found[found[column] == value]
-        return found.to_dict("records")
-
-    def row(self, table: str, **conditions: Any) -> dict[str, Any]:
-        """Return the only row whose columns have these values.
-
-        Raises:
-            UserError: none has them, or several have.
-        """
-        found = self.rows(table, **conditions)
-        if len(found) != 1:
-            raise UserError(f"{len(found)} rows of {table} have {conditions}. Name values that one row has alone.")
-        return found[0]
-
-
-def read_gpu_rows(folder: Path) -> pd.DataFrame:
-    """Return the rows of all files of `make gpu`, with the name of their file."""
-    files = sorted(folder.glob("*.json"))
-    return pd.DataFrame(
-        [{"file": path.stem, **row} for path in files for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
-    )
-
-
-def fixed(value: float, digits: int = 1) -> str:
-    """Format a number: 1,234.5."""
-    return f"{value:,.{digits}f}"
-
-
-def signed(value: float, digits: int = 1) -> str:
-    """Format a change: +1.0."""
-    return f"{value:+,.{digits}f}"
-
-
-def percent(fraction: float, digits: int = 1) -> str:
-    """Format a fraction in per cent, without the sign: 75.8."""
-    return fixed(100 * fraction, digits)
-
-
-def interval(row: dict[str, Any], unit: str = "") -> str:
-    """Format a row's change and its interval: +1.0 % [0.5, 1.5]."""
-    return f"{signed(row['change'])}{unit} [{fixed(row['low'])}, {fixed(row['high'])}]"
-
-
-def render(path: Path, tables: Tables) -> str:
-    """Fill a template in; those of its folder can be imported.
+def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return a page with the numbers of these tables between its markers.
 
     Raises:
-        UserError: it asks for a row that is not in the tables, or is not a template.
+        UserError: a marker names a table, a column or a row that is not there, or several rows.
     """
-    environment = Environment(
-        loader=FileSystemLoader(path.parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, autoescape=False,
-    )  # fmt: skip
-    environment.filters |= {f.__name__: f for f in (fixed, signed, percent, interval, to_percent)}
-    environment.globals |= {"row": tables.row, "rows": tables.rows}
-    try:
-        return environment.get_template(path.name).render()
-    except (UserError, TemplateError) as error:
-        raise UserError(f"{path}: {error}") from error
-
-
-def wrap(text: str) -> str:
-    """Wrap the paragraphs and list items of Markdown."""
-    lines: list[str] = []
-    paragraph: list[str] = []
-    is_code = False
-    for line in [*text.splitlines(), ""]:
-        is_code ^= line.startswith("```")
-        is_verbatim = is_code or not line.strip() or line.startswith(VERBATIM)
-        if paragraph and (is_verbatim or ITEM.match(line)):
-            item = ITEM.match(paragraph[0])
-            indent = " " * (item.end() if item else 0)
-            joined = " ".join(part.strip() for part in paragraph)
-            lines += textwrap.wrap(
-                joined.replace(" %", "\0%"), WIDTH, subsequent_indent=indent,
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
-            paragraph = []
-        (lines if is_verbatim else paragraph).append(line)
-    return "\n".join(lines).replace("\0", " ")  # a number and its sign stay together
-
-
-def render_pages(records: Path, tables: dict[str, pd.DataFrame]) -> dict[Path, str]:
-    """Return the text of each page that the project of `records` (<project>/runs/records) has a template of."""
-    project, numbers = records.absolute().parent.parent, Tables(tables, records)
-    templates = {project / page: project / TEMPLATES / name for name, page in PAGES.items()}
-    return {
-        page: HEADER.format(template.name) + wrap(render(template, numbers))
-        for page, template in templates.items()
-        if template.exists()
+    cells = {
+        name: pd.read_csv(io.StringIO(table.to_csv(index=False)), dtype=str, keep_default_na=False)
+        for name, table in tables.items()
     }
+
+    def fill_marker(match: re.Match[str]) -> str:
+        opening, name, arguments, content, closing = match.groups()
+        conditions, *columns = re.split(r"\s*\|\s*", arguments)
+        conditions, brace, form = conditions.partition("{")
+        try:
+            fixed = dict(word.split("=", 1) for word in shlex.split(conditions))
+            if columns:
+                return opening + fill_table(content, cells[name], fixed, columns) + closing
+            return opening + look_up(cells[name], fixed, brace + form, content) + closing
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{opening}: {error}") from error
+
+    return MARKER.sub(fill_marker, text)
+
+
+def fill_table(markdown: str, table: pd.DataFrame, fixed: dict[str, str], columns: list[str]) -> str:
+    """Fill in the cells of a Markdown table whose columns are formats; keep the labels."""
+    head, rule, *body = markdown.strip().splitlines()
+    heads = [cell.strip() for cell in head.strip("| ").split("|")]
+    columns = columns + columns[-1:] * (len(heads) - len(columns))
+    lines = ["", head, rule]
+    for line in body:
+        labels = [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+        row = fixed | {column: label for column, label in zip(columns, labels, strict=True) if "{" not in column}
+        row.pop("", None)
+        for index, (column, brace, form) in enumerate(column.partition("{") for column in columns):
+            if brace:
+                named = {column.strip(): heads[index]} if column.strip() else {}
+                labels[index] = look_up(table, row | named, brace + form, labels[index])
+        lines.append(f"| {' | '.join(labels)} |")
+    return "\n".join([*lines, ""])
+
+
+def look_up(table: pd.DataFrame, conditions: dict[str, str], form: str, current: str) -> str:
+    """Format the one row whose columns have the values that these labels name."""
+    for column, label in conditions.items():
+        quoted = re.search("`(.*?)`", label)
+        plain = quoted[1] if quoted else re.sub(r"(?<=\d),(?=\d)|[*¹²³‡]", "", label).strip()
+        table = table[table[column] == NAMES.get(plain, plain)]
+    if form == "{count}":
+        return str(len(table))
+    try:
+        if len(table) != 1:
+            raise ValueError(f"{len(table)} rows have {conditions}")
+        text = form.format_map({name: parse_cell(cell) for name, cell in table.iloc[0].items()})
+        return re.sub(r"(?<=\d)%", " %", text)
+    except ValueError:
+        if current == "-":
+            return current
+        raise
+
+
+def parse_cell(cell: str) -> float | str:
+    """Return the number of a cell, or its text."""
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
+def fill_pages(records: Path, tables: Mapping[str, pd.DataFrame]) -> dict[Path, str]:
+    """Return the filled pages of the project whose runs are in `records` (<project>/runs/records)."""
+    project = records.absolute().parent.parent
+    pages = [project / page for page in PAGES if (project / page).exists()]
+    return {page: fill(page.read_text(encoding="utf-8"), tables) for page in pages}

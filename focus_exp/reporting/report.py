@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,12 @@ from focus_exp.reporting.groups import (
     pairs_table,
 )
 from focus_exp.reporting.load import Results, read_yaml
-from focus_exp.reporting.pages import Tables, render
+from focus_exp.reporting.pages import fill
 from focus_exp.reporting.paper_tables import Column, Spec, paper_rows, paper_tables
 from focus_exp.storage import replace_file
 
 REPORT = "report"
-CONCLUSIONS = "conclusions.md.j2"  # written by hand, next to the records that it is about
+CONCLUSIONS = "conclusions.md"  # written by hand, next to the records that it is about
 TOLERANCE = 1e-9
 REDUCED_BUDGET = ", reduced budget"  # after a verdict
 
@@ -52,7 +53,7 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
     own = {name: make(results) for name, make in tables.OWN_TABLES.items()}
     analyses = latest_analyses(results)
     own |= {"groups": describe_groups(analyses), "pairs": list_pairs(analyses)}
-    made = {"claims": claims, **paper, **own, "power": tables.power(claims)}
+    made = {"claims": claims, "verdicts": verdict_table(claims), **paper, **own, "power": tables.power(claims)}
     return {name: table for name, table in made.items() if not table.empty}
 
 
@@ -97,11 +98,11 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     legend = [f"**{word}** ({counts.get(word, 0)}): {text}." for word, text in VERDICTS.items() if word in shown]
     parts = ["# Reproducing Focus (arXiv:2604.03260): report", describe_setup(results)]
     if results.root and (conclusions := results.root / CONCLUSIONS).exists():
-        parts.append(render(conclusions, Tables(content, results.root)).strip())
+        parts.append(re.sub("<!--.*?-->", "", fill(conclusions.read_text(encoding="utf-8"), content)).strip())
     parts += [
         "![Perplexity change against density](figures/frontier.svg)",
         "## Verdicts",
-        to_markdown(verdict_table(claims)).strip(),
+        to_markdown(content["verdicts"]).strip(),
         " ".join(legend),
         "**reduced budget**: trained for under a quarter of the paper's steps. ‡ non-causal router. Intervals are over "
         "documents and seeds. Models: on how many a verdict rests. Sparsity: causal pairs pruned. Where a claim is "

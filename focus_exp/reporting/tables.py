@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,6 +190,41 @@ def _difference(row: Row) -> dict[str, Any]:
     }
 
 
+def transfer(results: Results) -> pd.DataFrame:
+    """Return ΔPPL [%] at 4,096 tokens by text and router: fitted_on_<text>, in-domain too, or a baseline."""
+    moved, points = differences(results), frontier(results)
+    if moved.empty or points.empty:
+        return points
+    moved = moved[(moved.experiment == "transfer") & (moved.reference == BASE)]
+    commands = moved.runs.map(runs(results).set_index("run").command)
+    router = moved.name.where(moved.name != "focus_dual", commands.str.extract(r"transfer/(\w+)\]")[0])
+    moved = moved.assign(router=router.str.removeprefix("focus_dual, "), seeds=moved.num_seeds)
+    points = points[(points.experiment == "frontier") & (points.tokens == 4096)]
+    texts = points["data"].map({value: name for name, value in read_yaml("tables")["names"].items()})
+    points = points.assign(router=points.variant.where(points.variant != "dual_20_fast", "fitted_on_" + texts))
+    names = ["model", "data", "router", "change", "low", "high", "sparsity", "distant_density", "seeds"]
+    table = pd.concat([points, moved]).reindex(columns=names)
+    return table.drop_duplicates(["model", "data", "router"]).reset_index(drop=True)
+
+
+def gpu(results: Results) -> pd.DataFrame:
+    """Return the timings of `make gpu`, with the name of their file."""
+    files = sorted((results.root / "gpu").glob("*.json")) if results.root else []
+    rows = [
+        {"file": path.stem, **row} for path in files for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
+    ]
+    return pd.DataFrame(rows).drop(columns="full by kernel [s]", errors="ignore")
+
+
+def generation(results: Results) -> pd.DataFrame:
+    """Return the means over prompts of what was generated, by run and variant: one column a metric."""
+    rows = [vars(row) for row in select(results.complete, {"source": "generation"})]
+    if not rows:
+        return pd.DataFrame()
+    index = ["run", "model", "data", "seq_len", "variant"]
+    return pd.DataFrame(rows).pivot_table("value", index, "metric", sort=False).reset_index()
+
+
 def recall(results: Results) -> pd.DataFrame:
     """Return the fraction of items [%] that each method answers where the answer or the examples are far back.
 
@@ -246,5 +282,5 @@ def runs(results: Results) -> pd.DataFrame:
 
 OWN_TABLES: dict[str, Callable[[Results], pd.DataFrame]] = {
     "methods": methods, "models": models, "frontier": frontier, "speed": speed, "differences": differences,
-    "recall": recall, "pitfalls": pitfalls, "runs": runs,
+    "transfer": transfer, "gpu": gpu, "generation": generation, "recall": recall, "pitfalls": pitfalls, "runs": runs,
 }  # fmt: skip
