@@ -26,23 +26,29 @@ def test_loss_curves_continue_over_phases():
 
 def make_points(models=("a",)):
     cells = {"experiment": "frontier", "data": "books", "low": 0.5, "high": 2.0, "change": 1.0}
+    curves = {"dual_20": (0.2, 0.4), "dual_20_fast": (0.3,), "focus_k1": (0.25,), "sparq": (0.5,)}
     return pd.DataFrame(
         [
-            {**cells, "model": model, "tokens": tokens, "method": method, "density": density, "sparsity": 1 - density}
+            {**cells, "model": model, "tokens": tokens, "variant": variant, "sparsity": sparsity}
             for model in models
             for tokens in (1024, 4096, 8192)
-            for method in figures.FAMILIES
-            for density in (0.2, 0.4)
+            for variant, values in curves.items()
+            for sparsity in values
         ]
     )
 
 
-@pytest.mark.parametrize("models", ["a", "abc"])
-def test_frontier_has_a_panel_a_model_and_names_every_curve(models):
-    panels = figures.frontier(make_points(models)).axes
-    assert [ax.get_title() for ax in panels] == [*models]
-    for ax in panels:
-        assert {text.get_text() for text in ax.texts} == set(figures.FAMILIES)
+@pytest.mark.parametrize("models", [["a"], ["SmolLM2-135M-Instruct", "b", "c"]])
+def test_frontier_has_a_named_curve_of_each_model(models):
+    (ax,) = figures.frontier(make_points(models)).axes
+    assert [text.get_text() for text in ax.texts] == [models[0].replace("-135M-Instruct", " 135M"), *models[1:]]
+    assert [list(line.get_xdata()) for line in ax.lines[:2]] == [[20, 40], [25]]
+
+
+def test_frontier_without_a_fit_is_not_drawn():
+    points = make_points()
+    assert figures.frontier(points[points.variant == "sparq"]) is None
+    assert figures.frontier(points[points.tokens == 1024]) is None
 
 
 def test_figures_same_data_give_the_same_bytes(tmp_path):

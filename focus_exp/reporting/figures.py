@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
@@ -13,11 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from focus_exp.reporting.pages import NAMES
 from focus_exp.reporting.paper_tables import paper_rows
 from focus_exp.reporting.tables import FAMILIES
 from focus_exp.storage import replace_file
@@ -25,6 +23,8 @@ from focus_exp.storage import replace_file
 # Okabe and Ito's palette, safe for colour-blind readers; black is the base model
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933", "#000000")
 FRONTIER_LENGTH = 4096  # tokens
+FITTED = ("Focus, two encoders", "Focus, two encoders, short fit")  # families of the frontier
+PUBLISHED = "focus_k1"
 
 
 def make_figure(title: str, height: float, **grid: Any) -> tuple[Figure, Any]:
@@ -59,57 +59,30 @@ def report_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure | Non
 
 
 def frontier(points: pd.DataFrame) -> Figure | None:
-    """Plot perplexity change against density at one length: a curve a method, a column a model, a row a text."""
-    known = points[points.method.isin(FAMILIES) & (points.sparsity > 0)]
-    known = known[(known.tokens == FRONTIER_LENGTH) & (known.experiment == "frontier")]
-    if known.empty:
+    """Plot perplexity change against pruned pairs at one length: a curve a model, next to the published form."""
+    points = points[(points.tokens == FRONTIER_LENGTH) & (points.experiment == "frontier")]
+    points = points[points["data"].isin(points["data"].mode()[:1])]
+    figure, ax = make_figure("", 4.2)
+    names = {value: name for name, value in NAMES.items()}
+    for (model, rows), color in zip(points.groupby("model", sort=False), COLORS, strict=False):
+        fits = [rows[rows.variant.isin(FAMILIES[family])] for family in FITTED]
+        curve, published = max(fits, key=len).sort_values("sparsity"), rows[rows.variant == PUBLISHED]
+        if curve.empty:
+            continue
+        x, y = 100 * curve.sparsity.to_numpy(float), curve.change.to_numpy(float)
+        bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
+        labels = (None, None) if ax.texts else ("two encoders (95 % CI)", "Focus as published, made causal")
+        ax.errorbar(x, y, bars, color=color, marker="o", linewidth=2, elinewidth=1, label=labels[0])
+        ax.plot(100 * published.sparsity, published.change, "D", color=color, fillstyle="none", label=labels[1])
+        ax.annotate(names.get(model, model), (x[-1], y[-1]), (9, -3), textcoords="offset points", color=color)
+    if not ax.texts:
         return None
-    texts, models = known["data"].unique(), known.model.unique()
-    figure, axes = make_figure(
-        f"Perplexity change against density of the causal QK pairs at {FRONTIER_LENGTH:,} tokens (95 % CI; lower left "
-        "is better)", 4.4 * len(texts), nrows=len(texts), ncols=len(models), sharey=True, squeeze=False,
-    )  # fmt: skip
-    ends = dict[Axes, list[tuple[str, str, float, float]]]()
-    for ax, (data, model) in zip(axes.flat, itertools.product(texts, models), strict=True):
-        panel = known[(known["data"] == data) & (known.model == model)]
-        ax.set_visible(len(panel) > 0)
-        for method, color in zip(FAMILIES, COLORS, strict=True):
-            curve = panel[panel.method == method].sort_values("density")
-            x, y = 100 * curve.density.to_numpy(float), curve.change.to_numpy(float)
-            bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
-            ax.errorbar(x, y, bars, color=color, marker="o", markersize=4.5, linewidth=1.5, elinewidth=0.8)
-            if len(curve):
-                ends.setdefault(ax, []).append((method, color, x[-1], y[-1]))
-        ax.axhline(0, color="black", linewidth=1)
-        text = re.sub(r"^package:([^/]+)/.*", r"source of \1", data)
-        ax.set_title("\n".join([model, *(wrap(text, 44) if len(texts) > 1 else [])]), fontsize=8.5)
-        ax.set(xlabel="density of the QK pairs [%]")
-        ax.set(xlim=(0, 145), xticks=range(0, 101, 20))  # with room for the names
-    first = axes.flat[0]
-    first.set_yscale("symlog", linthresh=1)
-    first.set_ylim(-0.1, 1.2 * known.high.fillna(known.change).max())
-    for row in axes:
-        leftmost = next(ax for ax in row if ax.get_visible())
-        leftmost.set_ylabel("perplexity change [%]")
-        leftmost.tick_params(labelleft=True)
-    first.set_yticks([tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick < first.get_ylim()[1]])
-    first.yaxis.set_major_formatter("{x:g}")
-    first.yaxis.set_minor_locator(NullLocator())
-    figure.draw_without_rendering()  # the layout decides where the names go
-    for ax, curves in ends.items():
-        name_curves(ax, curves)
+    text = names.get(curve["data"].iloc[0], curve["data"].iloc[0])
+    ax.set(xlabel=f"query-key pairs pruned [%], {FRONTIER_LENGTH:,} tokens of {text}", xlim=(None, 100))
+    ax.set(ylabel="change of perplexity [%]")
+    ax.axhline(0, color="black", linewidth=1)
+    ax.legend(frameon=False, loc="upper left")
     return figure
-
-
-def name_curves(ax: Axes, curves: list[tuple[str, str, float, float]]) -> None:
-    """Write the name of each curve to the right of its end (name, color, x, y), a line apart from the next."""
-    lowest = -np.inf
-    for name, color, x, y in sorted(curves, key=lambda curve: curve[3]):
-        height = 72 / ax.figure.dpi * ax.transData.transform((x, y))[1]
-        lowest = max(height, lowest + 10)
-        ax.annotate(
-            name, (x, y), (7, lowest - height), textcoords="offset points", color=color, fontsize=8, va="center"
-        )
 
 
 def perplexity_and_speed(table: pd.DataFrame) -> Figure | None:

@@ -100,7 +100,7 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     if results.root and (conclusions := results.root / CONCLUSIONS).exists():
         parts.append(re.sub("<!--.*?-->", "", fill(conclusions.read_text(encoding="utf-8"), content)).strip())
     parts += [
-        "![Perplexity change against density](figures/frontier.svg)",
+        "![Change of perplexity against pairs pruned](figures/frontier.svg)",
         "## Verdicts",
         to_markdown(content["verdicts"]).strip(),
         " ".join(legend),
