@@ -6,20 +6,16 @@
     load_adapter(detach(model), "my-adapter")       # a folder or a Hub repository; refuses another base model
 
     attach(detach(model), "focus", groups=4, window=128)  # the published form
-    freeze(model, "router")                         # then train in your own loop
-    set_routing(model.eval(), hard=True, top_k=1)   # hard routing; training mode routes softly
+    freeze(model, "router")                         # then train in your own loop, with
+    update_balance(model)                           # after each optimizer step
+    set_routing(model.eval(), hard=True, top_k=1)   # hard routing; a router in training routes softly
     with disable_method(model): ...                 # the base model, bit for bit
     push_to_hub("my-adapter", "me/focus-gpt2")
 
 `attach` first compares the logits of two short texts with those of the base model, with every QK pair kept, and
 refuses models where they differ. For `generate()` see `models.hf_cache`.
 
-Training mode updates the balancing bias of routers, frozen or not. Before PEFT or a Trainer, which call
-`model.train()`, keep trained routers in eval mode:
-
-    from focus_exp.models.methods import attached_methods
-    for method in attached_methods(model).values(): method.eval().train = lambda mode=True: None
-
+In training mode a router whose parameters require gradients routes softly; a frozen one routes as in eval mode.
 `save_pretrained` and checkpoints of PEFT do not restore the method: save routers with `save_adapter`.
 
 attention   routing, selection, reference implementation, sparse path and kernels, KV cache, baselines
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
     from focus_exp.errors import UserError
     from focus_exp.models.adapter import load_adapter, push_to_hub, save_adapter
     from focus_exp.models.attach import attach, detach
-    from focus_exp.models.methods import disable_method, freeze, is_causal, set_routing
+    from focus_exp.models.methods import disable_method, freeze, is_causal, set_routing, update_balance
     from focus_exp.training.fit import fit
 
 __version__ = "0.1.0"
@@ -58,9 +54,10 @@ _MODULES = {
     "freeze": "focus_exp.models.methods",
     "is_causal": "focus_exp.models.methods",
     "set_routing": "focus_exp.models.methods",
+    "update_balance": "focus_exp.models.methods",
 }
 __all__ = ["UserError", "attach", "detach", "disable_method", "fit", "freeze", "is_causal"]
-__all__ += ["load_adapter", "push_to_hub", "save_adapter", "set_routing"]
+__all__ += ["load_adapter", "push_to_hub", "save_adapter", "set_routing", "update_balance"]
 
 
 def __getattr__(name: str) -> Any:

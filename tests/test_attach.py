@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from test_contract import describe_state
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
-from focus_exp import UserError, attach, detach, disable_method, freeze, set_routing
+from focus_exp import UserError, attach, detach, disable_method, freeze, set_routing, update_balance
 from focus_exp.models.methods import attached_methods, observe_selections
 
 TINY = {"window": 2, "sinks": 1}
@@ -54,6 +54,7 @@ def test_train_padding_changes_no_potential_and_no_pair_count(attached, family, 
             model, lambda *args, counts=counts: counts.append(args[1].count_pairs(*args[2:]).total)
         ):
             model(tokens, **options)
+        update_balance(model)
         found.append((counts, torch.stack([m.router.potential for m in attached_methods(model).values()])))
     assert found[0][0] == found[1][0] and found[0][1].any()
     torch.testing.assert_close(found[1][1], found[0][1], atol=1e-5, rtol=1e-4)

@@ -188,6 +188,7 @@ def test_focus_all_padding_keeps_finite_gradients(assignment):
     nothing = torch.zeros(2, 12, dtype=torch.bool)
     for valid in (nothing, nothing.index_fill(0, torch.tensor(1), True)):
         method.assign(h, replace(Sequence.plain(2, 12), valid=valid)).square().sum().backward()
+        method.update_statistics()
     for x in (method.router.potential, method.router.projection.grad, method.router.centroids.grad):
         assert torch.isfinite(x).all()
 
@@ -210,6 +211,7 @@ def test_balanced_assignment_eval_is_causal(seed, shift):
     sequence, changed = Sequence.plain(2, 60), torch.cat([h[:, :shift], torch.randn(2, 60 - shift, 8)], 1)
     balanced = method.assign(h, sequence).mean((0, 1))
     torch.testing.assert_close(balanced, torch.full((4,), 0.25), atol=1e-2, rtol=0)
+    method.update_statistics()
     assert method.router.potential.abs().max() > 0
     with torch.no_grad():
         method.eval()

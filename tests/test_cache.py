@@ -14,7 +14,7 @@ from problems import random_sequence
 from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from focus_exp import attach, detach, disable_method, set_routing
+from focus_exp import attach, detach, disable_method, set_routing, update_balance
 from focus_exp.assets import cache_root
 from focus_exp.attention.dense import reference_attention
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
@@ -416,6 +416,7 @@ def test_backward_inner_padding_equals_rows(tiny_model, hard, backend):
         out = model(input_ids=given_ids, attention_mask=given_mask, position_ids=positions, use_cache=False).logits
         (out[:, real] if given_mask is not None else out).square().sum().backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        update_balance(model)
         found.append(torch.cat([method.router.potential for method in attached_methods(model).values()]))
     torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found[1], found[3], rtol=1e-4, atol=1e-5)

@@ -10,7 +10,17 @@ from conftest import FAMILIES
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from focus_exp import UserError, attach, detach, disable_method, freeze, is_causal, load_adapter, save_adapter
+from focus_exp import (
+    UserError,
+    attach,
+    detach,
+    disable_method,
+    freeze,
+    is_causal,
+    load_adapter,
+    save_adapter,
+    update_balance,
+)
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.attention.registry import METHODS
 from focus_exp.models.methods import attached_methods, set_routing
@@ -206,7 +216,7 @@ def test_sparse_path_equals_masked_path(attached, family, way):
     assert ("cpu" in paths) == (family != "mistral" and (family, way) != ("qwen2", "focus_dual budget"))
 
 
-def train(model: PreTrainedModel, reentrant: bool | None, has_pair: bool) -> tuple[list[Tensor | None], list[Tensor]]:
+def train(model: PreTrainedModel, reentrant: bool | None) -> tuple[list[Tensor | None], list[Tensor]]:
     """Return the gradients of two steps, and of a pair of forward passes, and what the method's buffers are then."""
     model = copy.deepcopy(model).train()
     model.enable_input_require_grads()  # reentrant checkpointing needs an input with a gradient
@@ -215,14 +225,16 @@ def train(model: PreTrainedModel, reentrant: bool | None, has_pair: bool) -> tup
     for seed in (0, 1):
         tokens = make_tokens(seed=seed)
         model(tokens, labels=tokens).loss.backward()
-    if has_pair:  # as preferences are trained
-        pair = [model(tokens, labels=tokens).loss for tokens in (make_tokens(seed=2), make_tokens(2, 31))]
-        (pair[0] + 2 * pair[1]).backward()
+        update_balance(model)
+    pair = [model(tokens, labels=tokens).loss for tokens in (make_tokens(seed=2), make_tokens(2, 31))]
+    (pair[0] + 2 * pair[1]).backward()  # as preferences are trained
+    update_balance(model)
     return [p.grad for p in model.parameters()], copy_buffers(model)
 
 
 def copy_buffers(model: PreTrainedModel) -> list[Tensor]:
-    return [buffer.clone() for method in attached_methods(model).values() for buffer in method.buffers()]
+    methods = attached_methods(model).values()
+    return [x.clone() for method in methods for name, x in method.named_buffers() if name in method.state_dict()]
 
 
 @families
@@ -232,14 +244,13 @@ def test_gradient_checkpointing_keeps_gradients_and_buffers(attached, family, wa
     model = attached(family, way)
     if not freeze(model, part) or (part == "router" and not way.startswith("focus ")):
         pytest.skip("nothing is trained through the model")
-    # reentrant checkpointing moves buffers in the backward pass, so that the second of a pair starts from others
-    (plain, buffers), (checkpointed, others) = (train(model, kind, not reentrant) for kind in (None, reentrant))
+    (plain, buffers), (checkpointed, others) = (train(model, kind) for kind in (None, reentrant))
     named = zip(model.named_parameters(), plain, strict=True)
     assert all(grad.isfinite().all() for (name, p), grad in named if p.requires_grad and ".focus." not in name)
     assert [x is None for x in checkpointed] == [x is None for x in plain]
     for ours, theirs in zip([*checkpointed, *others], [*plain, *buffers], strict=True):
         if ours is not None:
-            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-5)
     if way in MOVING:
         assert not any(map(torch.equal, buffers, copy_buffers(model)))
 

@@ -78,10 +78,9 @@ def test_plan_takes_the_fewest_gpus_that_fit(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (("model=llama2_70b", "trainer.accumulate=1"), "trainer.batch_size"),
+        (("model=llama2_70b", "trainer.accumulate=1"), "trainer.accumulate"),
         (("model=llama2_70b", "eval.fit_variants=[shared/two_encoders]"), "eval.fit_variants"),
         (("model=llama2_70b", "attention=focus_dual"), "attention.calibration_sequences"),
-        (("trainer.devices=2", "attention.balance_loss=0.1"), "attention.balance_loss"),
         (("trainer.devices=2", "trainer.strategy=single"), "trainer.devices"),
         (("recipe=finetune", "model.quantization=nf4"), "model.quantization"),
         (("attention.backend=cpu",), "attention.backend"),

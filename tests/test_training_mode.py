@@ -1,5 +1,7 @@
 """Training mode of attached methods; running statistics change in training steps alone."""
 
+import copy
+
 import pytest
 import torch
 from builders import make_tokens
@@ -7,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from test_contract import copy_buffers
 from tiny_architectures import tiny_model as tiny_architecture
 
-from focus_exp import attach, load_adapter, save_adapter, set_routing
+from focus_exp import attach, freeze, load_adapter, save_adapter, set_routing, update_balance
 from focus_exp.attention.base import METHODS
 from focus_exp.models import methods as methods_module
 from focus_exp.models import self_check
@@ -24,7 +26,32 @@ def test_forward_without_gradients_moves_no_buffer(tiny_model, method, training,
     before = copy_buffers(model)
     with mode():
         model(make_tokens(), use_cache=False)
+    update_balance(model)
     assert all(torch.equal(now, x) for now, x in zip(copy_buffers(model), before, strict=True))
+
+
+def test_update_balance_moves_towards_the_mean_of_the_batches(tiny_model):
+    model = attach(tiny_model("llama"), **OPTIONS, balance_momentum=0.75).train()
+    method, potentials = attached_methods(model)[0], []
+    for seed in (0, 1):  # forward passes change no bias, so that each starts from the same one
+        model(make_tokens(seed=seed))
+        alone = copy.deepcopy(method.statistics)
+        potentials.append(alone[0] - sum(potentials))
+        assert alone[1].tolist() == [seed + 1] * 4 and not method.router.potential.any()
+    update_balance(model)
+    torch.testing.assert_close(method.router.potential, 0.25 * torch.stack(potentials).mean(0))
+    assert not method.statistics.any()
+
+
+def test_frozen_router_in_training_mode_routes_as_in_eval_mode(tiny_model):
+    model = set_routing(attach(tiny_model("llama"), **OPTIONS), hard=True)
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    expected = wrapped.eval()(make_tokens()).logits
+    assert torch.equal(wrapped.train()(make_tokens()).logits, expected)
+    update_balance(model)
+    assert torch.equal(wrapped(make_tokens()).logits, expected)
+    freeze(model)
+    assert not torch.equal(wrapped(make_tokens()).logits, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"train_with": "hard"}, {"centroid_update": "ema"}])
@@ -77,6 +104,10 @@ def test_peft_modules_to_save_router_gets_gradients(tiny_model):
     wrapped.train()(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
     names = [name for name, p in wrapped.named_parameters() if "router.modules_to_save" in name and p.grad is not None]
     assert len(names) == 4
+    before = copy_buffers(model)
+    update_balance(model)
+    moved = [not torch.equal(now, x) for now, x in zip(copy_buffers(model), before, strict=True)]
+    assert moved == 2 * [False, True]  # in each layer the copy that is trained
 
 
 def test_attach_in_training_mode_is_checked_without_dropout(tiny_model, monkeypatch):

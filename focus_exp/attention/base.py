@@ -72,8 +72,8 @@ class AttentionMethod(nn.Module):
         causal: False if a token's output depends on later tokens.
         options: dataclass of its options.
         fit_options: dataclass of further attention.* keys that say how it is fitted; it takes none of them itself.
-        all_gather: set where several processes train: takes this process's shard of the batches computed at the same
-            time; returns the shards of all, and the index of its own.
+        statistics: buffer to which forward passes of a training step add what `update_statistics` takes; of several
+            processes the sum. None where nothing follows the tokens.
         is_fitted: has tensors that are fitted to the frozen base.
     """
 
@@ -111,7 +111,8 @@ class AttentionMethod(nn.Module):
         self.path: str | None = None  # of the last call
         self.observers: list[Observer] = []
         self.serial = next(SERIALS)
-        self.all_gather: Callable[[Tensor], tuple[list[Tensor], int]] | None = None
+        self.statistics: Tensor
+        self.register_buffer("statistics", None, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow the model to its device, but not to half precision, where rounding would tie groups."""
@@ -121,14 +122,6 @@ class AttentionMethod(nn.Module):
             return x.to(y.device) if y.dtype in (torch.float16, torch.bfloat16) else y
 
         return super()._apply(move, recurse)
-
-    def gather_batches(self, x: Tensor, valid: Tensor | None) -> tuple[list[tuple[Tensor, Tensor | None]], int]:
-        """Return the batches that one process would see in turn, each with its mask, and the index of this one."""
-        if self.all_gather is None:
-            return [(x, valid)], 0
-        batches, index = self.all_gather(x)
-        masks = [None] * len(batches) if valid is None else self.all_gather(valid)[0]
-        return list(zip(batches, masks, strict=True)), index
 
     def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Call "route" or "attend" as a module, so that forward hooks (FSDP2) provide its tensors."""
@@ -156,6 +149,9 @@ class AttentionMethod(nn.Module):
                     raise
         self.path = "soft" if selection.is_soft else "masked"
         return blocked_attention(q, k, v, selection, sequence, args)
+
+    def update_statistics(self) -> None:
+        """Move the buffers that follow the tokens of training by `statistics`, and set these to zero."""
 
     def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
         """Add the method's own arguments to those of the model."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
+import torch
 from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape, ste_slope
 from focus_exp.attention.options import FocusOptions, RouterTraining
 from focus_exp.attention.router import (
-    ForwardMemo,
     Router,
     RouterOutput,
     balance_loss,
     balance_potential,
     entropy_loss,
-    is_in_backward,
     sinkhorn,
 )
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, is_dense_rule, select
@@ -26,14 +24,14 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
     """Learned grouping of tokens (arXiv 2604.03260, section 2).
 
     Assignments of tokens to groups, from scores S:
-        balanced: g = softmax(S / tau + b). In training mode b balances each batch exactly, and where gradients are
-            enabled its running average is updated; in eval mode the average is used, so a token's groups depend on the
-            token alone.
+        balanced: g = softmax(S / tau + b). While the router is trained b balances each batch exactly; else b is their
+            running average, moved once a step by `update_statistics`, so a token's groups depend on the token alone.
         sinkhorn: the paper's, over the whole sequence; not causal.
         softmax: g = softmax(S / tau), without balance.
 
     `train_with` "soft" gates all pairs in training; "hard" computes the pairs of hard routing alone, with a
-    straight-through gradient to the router, at the cost of inference.
+    straight-through gradient to the router, at the cost of inference. A router is trained in training mode, if its
+    parameters require gradients: a frozen one routes as in eval mode.
 
     The last four options are the paper's remedies against router collapse. A training loop collects `losses` in the
     forward pass (`auxiliary_losses`) and moves the centroids between steps (`CentroidUpdates`).
@@ -59,22 +57,27 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         self.hard = False
         self.top_k = options.top_k
         self.pair_rule = options.pair_rule
-        self.memo = ForwardMemo()
         self.balance_loss = options.balance_loss
         self.entropy_loss = options.entropy_loss
         self.detach_inputs = options.detach_inputs
         self.losses: list[Tensor] | None = None  # of forward passes, while a training loop collects them
         self.projected: list[Tensor] | None = None  # tokens `(N, R)`, while a training loop collects them
+        self.statistics = torch.zeros(2, options.groups)  # sum of the potentials of batches, and their number
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
         return self.assignment != "sinkhorn"
 
+    @property
+    def is_trained(self) -> bool:
+        """Return whether a step may change the router: training mode, and parameters that require gradients."""
+        return self.training and any(parameter.requires_grad for parameter in self.router.parameters())
+
     def assign(self, h: Tensor, sequence: Sequence) -> Tensor:
         """Return the distribution over groups `(B, T, K)`, float32 at least."""
         output: RouterOutput = self.router(h.detach() if self.detach_inputs else h)
         assignment = self.distribute(output.scores / self.temperature, output.potential, sequence)
-        if self.training:
+        if self.is_trained:
             self.collect(output.tokens, assignment, sequence)
         return assignment
 
@@ -84,13 +87,20 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
             return sinkhorn(logits, self.sinkhorn_iterations, sequence.valid)
         if self.assignment == "softmax":
             return logits.softmax(-1)
-        if not self.training:
+        if not self.is_trained:
             return (logits + average).softmax(-1)
-        valid = sequence.valid
-        potential = self.memo.get(
-            logits, valid, lambda: self.balance(logits.detach(), average, valid), partial(self.move_average, average)
-        )
+        potential = balance_potential(logits.detach(), average, self.sinkhorn_iterations, sequence.valid)
+        if torch.is_grad_enabled():
+            # gradient checkpointing adds each batch twice, which does not change their mean
+            self.statistics += torch.stack([potential, torch.ones_like(potential)])
         return (logits + potential).softmax(-1)
+
+    @torch.no_grad()
+    def update_statistics(self) -> None:
+        total, count = self.statistics
+        momentum = torch.where(count > 0, self.balance_momentum, 1.0)
+        self.router.potential.lerp_(total / count.clamp(min=1), 1 - momentum)
+        self.statistics.zero_()
 
     def collect(self, tokens: Tensor, assignment: Tensor, sequence: Sequence) -> None:
         """Append the auxiliary loss and the projected tokens of a training pass, if a training loop collects them."""
@@ -101,26 +111,12 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
             loss = self.balance_loss * balance_loss(g) + self.entropy_loss * entropy_loss(g)
             if self.losses is not None:
                 self.losses.append(loss)
-        if self.projected is not None and not is_in_backward():
+        if self.projected is not None:
             self.projected.append(tokens.detach()[real].flatten(0, -2))
-
-    def balance(self, logits: Tensor, average: Tensor, valid: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Return the potential `(K,)` that balances this batch, and those of all batches of the step."""
-        batches, index = self.gather_batches(logits, valid)
-        average, potentials = average.clone(), []
-        for batch, mask in batches:
-            potentials.append(balance_potential(batch, average, self.sinkhorn_iterations, mask))
-            self.move_average(average, potentials[-1:])
-        return potentials[index], potentials
-
-    def move_average(self, average: Tensor, potentials: list[Tensor]) -> None:
-        """Move the running average in place towards each batch's potential."""
-        for potential in potentials:
-            average.lerp_(potential, 1 - self.balance_momentum)
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         assignment = self.assign(h, sequence)
-        hard = self.train_with == "hard" if self.training else self.hard
+        hard = self.train_with == "hard" if self.is_trained else self.hard
         return select(assignment, self.top_k, self.pair_rule) if hard else Selection(assignment)
 
     def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
@@ -130,7 +126,7 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         )  # fmt: skip
 
     def is_dense(self) -> bool:
-        return self.hard and not self.training and is_dense_rule(self.groups, self.top_k, self.pair_rule)
+        return self.hard and not self.is_trained and is_dense_rule(self.groups, self.top_k, self.pair_rule)
 
     def kv_cache_key(self) -> tuple[object, ...]:
         # a key is in its first group, or under "share" in as many as a query
@@ -139,7 +135,7 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
     def kv_cache_unsupported_reason(self) -> str | None:
         if not self.causal:
             return "Focus with assignment=sinkhorn, whose groups depend on later tokens; use assignment=balanced"
-        if self.training:
+        if self.is_trained:
             cause = "assign groups by the whole batch" if self.train_with == "hard" else "gate every token"
             return f"routers in training mode, which {cause}; call model.eval()"
         if not self.hard:

@@ -6,11 +6,9 @@ Also what the paper tried against router collapse (table 8): two auxiliary losse
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +16,8 @@ from torch import Tensor, nn
 
 from focus_exp.attention.kernels import gpu_sparse
 
-T = TypeVar("T")
-
 CAST_ELEMENTS = 2**22
 KMEANS_ITERATIONS = 10
-MEMO_SIZE = 16  # forward passes of a layer that may await their backward at the same time
-MEMO_TOLERANCE = 1e-2  # a recomputed input differs by rounding only; inputs are normalized or of the order of 1
 
 
 class RouterOutput(NamedTuple):
@@ -167,23 +161,24 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def follow_means(centroids: Tensor, tokens: Tensor, groups: Tensor, decay: float) -> Tensor:
-    """Move centroids `(K, R)` towards the means of the tokens `(N, R)` of their `groups` `(N,)`.
-
-    c <- decay * c + (1 - decay) * mean; a centroid without tokens stays.
-    """
-    return move_to_means(centroids, *group_means(tokens, groups, len(centroids)), decay)
+    """Move centroids `(K, R)` towards the means of the tokens `(N, R)` of their `groups` `(N,)`."""
+    return move_to_means(centroids, sum_groups(tokens, groups, len(centroids)), decay)
 
 
-def group_means(tokens: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Average the tokens `(N, R)` of each group; returns means `(K, R)` and the groups' sizes `(K, 1)`."""
+def sum_groups(tokens: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Sum the tokens `(N, R)` of each group; returns `(K, R + 1)`, the sums and in the last column the sizes."""
     members = F.one_hot(groups, count).to(tokens.dtype)
-    sizes = members.sum(0)[:, None]
-    return members.T @ tokens / sizes.clamp(min=1), sizes
+    return members.T @ F.pad(tokens, (0, 1), value=1.0)
 
 
-def move_to_means(centroids: Tensor, means: Tensor, sizes: Tensor, decay: float) -> Tensor:
-    """Move centroids `(K, R)` towards the means of their groups; those of empty groups stay."""
-    return torch.where(sizes > 0, torch.lerp(means, centroids, decay), centroids)
+def move_to_means(centroids: Tensor, sums: Tensor, decay: float) -> Tensor:
+    """Move centroids `(K, R)` to decay * c + (1 - decay) * mean; those of empty groups stay.
+
+    Args:
+        sums: `(K, R + 1)`, of `sum_groups`.
+    """
+    totals, sizes = sums[:, :-1], sums[:, -1:]
+    return torch.where(sizes > 0, torch.lerp(totals / sizes.clamp(min=1), centroids, decay), centroids)
 
 
 def kmeans(tokens: Tensor, groups: int, seed: int) -> Tensor:
@@ -199,73 +194,3 @@ def kmeans(tokens: Tensor, groups: int, seed: int) -> Tensor:
     for _ in range(KMEANS_ITERATIONS):
         centroids = follow_means(centroids, tokens, torch.cdist(tokens, centroids).argmin(-1), decay=0.0)
     return centroids
-
-
-@dataclass
-class ForwardRecord:
-    """One forward pass: the digest of its tokens, its value, and its statistics until they are used."""
-
-    digest: Tensor
-    value: Tensor
-    pending: Any
-
-
-class ForwardMemo:
-    """Update running statistics once per training pass, however often gradient checkpointing recomputes it.
-
-    Several passes may be pending (a loss over two sequences, as in DPO), and their backwards come in any order.
-    Without gradients nothing is updated: reentrant checkpointing, whose first pass has none, updates in its backward.
-    """
-
-    def __init__(self) -> None:
-        self.records: deque[ForwardRecord] = deque(maxlen=MEMO_SIZE)
-
-    def get(
-        self, x: Tensor, valid: Tensor | None, compute: Callable[[], tuple[Tensor, T]], update: Callable[[T], None]
-    ) -> Tensor:
-        """Return the value for tokens x `(B, T, N)`; in a backward the one of their forward pass.
-
-        Args:
-            valid: `(B, T)` bool, False on padding.
-            compute: returns the value and this pass's statistics.
-            update: adds these statistics to the running ones.
-
-        Raises:
-            RuntimeError: a backward recomputes a forgotten pass (on a GPU a device-side assertion).
-        """
-        if torch.compiler.is_compiling():  # checkpointing within the graph repeats its operations, not this code
-            value, statistics = compute()
-            if torch.is_grad_enabled():
-                update(statistics)
-            return value
-        digest = digest_tokens(x.detach(), valid)
-        if is_in_backward() and self.records:
-            latest = list(reversed(self.records))
-            distance = torch.stack([(record.digest - digest).abs().amax() for record in latest])
-            best = distance.argmin()
-            torch._assert_async(
-                distance.amin() < MEMO_TOLERANCE, f"more than {MEMO_SIZE} checkpointed passes await a backward"
-            )
-            if any(record.pending is not None for record in latest):
-                recomputed = latest[int(best)]
-                if recomputed.pending is not None:
-                    update(recomputed.pending)
-                    recomputed.pending = None
-            return torch.stack([record.value for record in latest]).index_select(0, best[None])[0]
-        value, statistics = compute()
-        if torch.is_grad_enabled():
-            update(statistics)
-        self.records.append(ForwardRecord(digest, value, None if torch.is_grad_enabled() else statistics))
-        return value
-
-
-def digest_tokens(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Return `(2 N,)`, mean and root mean square of every coordinate of tokens `(B, T, N)` without padding."""
-    rows = x.flatten(0, -2) if valid is None else x[valid]
-    rows = rows.double() if rows.device.type == "cpu" else rows.float()
-    return torch.cat([rows.mean(0), rows.square().mean(0).sqrt()])
-
-
-def is_in_backward() -> bool:
-    """Tell whether autograd is running, as when gradient checkpointing recomputes a forward pass."""
-    return torch._C._current_graph_task_id() != -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -185,7 +184,7 @@ def plan_on(name: str, config: Config, sizes: Sizes, strategy: str, gpus: int) -
         if trains_base:
             gradients, optimizer = gradients / gpus, optimizer / gpus
     phases, per_step = [phase for _, phase in config.phases], tokens_per_step(config)
-    micro = trainer.batch_size // math.gcd(trainer.batch_size, gpus) if phases else config.eval.batch_size
+    micro = trainer.batch_size if phases else config.eval.batch_size
     length = config.data.seq_len if phases else config.eval.seq_len
     saving = trainer.gradient_checkpointing
     soft = config.has_router and any(phase.trainable != "lora" for phase in phases)

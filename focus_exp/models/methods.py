@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -142,6 +143,19 @@ def hash_methods(model: nn.Module) -> str:
 def find_routers(model: nn.Module) -> dict[int, Focus]:
     """Return the attached Focus methods by layer."""
     return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
+
+
+def update_balance(model: nn.Module) -> None:
+    """Move balancing biases, and centroids without a gradient, by the batches since the last call.
+
+    Call it after `optimizer.step()`. Of a process group all must call it: they move alike. Without it a router is
+    trained as well, but the bias that it has in eval mode stays.
+    """
+    for method in attached_methods(model).values():
+        if method.statistics is not None:
+            if dist.is_initialized():
+                dist.all_reduce(method.statistics)
+            method.update_statistics()
 
 
 def is_causal(model: PreTrainedModel) -> bool:

@@ -27,10 +27,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.options import FitOptions
 from focus_exp.config import Config, TrainerConfig
-from focus_exp.data.loader import StepSplit, split_step
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.load import gather_tensor
-from focus_exp.models.methods import attached_methods, is_trainable, temporary_attributes
+from focus_exp.models.methods import is_trainable
 
 EVALUATION_TIMEOUT = timedelta(days=30)
 FORWARD, DONE, FAILED = "forward", "done", "failed"  # what process 0 tells the others
@@ -253,15 +252,14 @@ def check_strategy(config: Config, device: torch.device) -> None:
     """Raise UserError if settings of trainer.* and model.quantization exclude each other."""
     settings, strategy = config.trainer, strategy_name(config.trainer)
     count = settings.devices * settings.num_nodes
-    split_step(settings.batch_size, settings.accumulate, count)
     sharded, is_cuda = strategy == "fsdp", device.type == "cuda"
     fitted = isinstance(config.attention, FitOptions) and config.attention.calibration_sequences > 0
-    balanced = config.has_router and config.focus.balance_loss > 0
     rules = [
         (strategy == "single" and count > 1, f"trainer.devices must be 1 with trainer.strategy=single (got {count} "
          "processes). Use ddp or fsdp."),
-        (balanced and count > 1, f"attention.balance_loss must be 0 with {count} processes, each of which sees a part "
-         "of the batch. Use trainer.devices=1."),
+        (settings.accumulate % count > 0, f"trainer.accumulate must be a multiple of {count}, the processes (got "
+         f"{settings.accumulate}). Type trainer.accumulate={-(-settings.accumulate // count) * count}, with a smaller "
+         "trainer.batch_size for as many sequences a step."),
         (fitted and sharded, "attention.calibration_sequences must be 0 with trainer.strategy=fsdp: "
          f"{config.attention.name} is fitted to a whole model. Use trainer.strategy=ddp, or a fitted adapter."),
         (bool(config.eval.fit_variants) and sharded, "eval.fit_variants must be empty with trainer.strategy=fsdp (got "
@@ -351,17 +349,3 @@ def global_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Return the 2-norm of all gradients; sharded ones are gathered as scalars."""
     norms = [gather_tensor(p.grad.norm()) for p in parameters if p.grad is not None]
     return torch.stack(norms).norm() if norms else torch.tensor(0.0)
-
-
-@contextmanager
-def gather_batches(model: PreTrainedModel, share: StepSplit) -> Iterator[None]:
-    """Give methods whose buffers follow their batches those that a single process would see, in its order."""
-    split = world_size() // share.parallel
-
-    def gather(rows: Tensor) -> tuple[list[Tensor], int]:
-        parts = all_gather_tensor(rows)
-        return [torch.cat(parts[i : i + split]) for i in range(0, world_size(), split)], rank() // split
-
-    methods = attached_methods(model).values() if world_size() > 1 else ()
-    with temporary_attributes(methods, all_gather=gather):
-        yield

@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
 from focus_exp.models.head import Head
-from focus_exp.models.methods import disable_method, find_routers, freeze, is_trainable, temporary_attributes
+from focus_exp.models.methods import (
+    disable_method,
+    find_routers,
+    freeze,
+    is_trainable,
+    temporary_attributes,
+    update_balance,
+)
 from focus_exp.training.distributed import (
     all_gather_object,
     all_reduce_mean,
@@ -86,6 +93,10 @@ class LanguageModelTask(pl.LightningModule):
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip, self.gradient_norm, foreach=False)
         # read here: by the time the step is logged the scheduler has advanced
         self.learning_rate = optimizer.param_groups[0]["lr"]
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        update_balance(self.model)
 
     def check_finite(self, name: str, value: Tensor) -> None:
         """Raise UserError if `value` is NaN or infinite."""

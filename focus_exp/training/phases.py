@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
+from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -22,7 +23,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from focus_exp.attention.options import MAX_SEED
 from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import SequenceDataset, make_loader
-from focus_exp.data.loader import split_step
 from focus_exp.models.methods import attached_methods, find_routers, temporary_attributes
 from focus_exp.progress import ProgressBar
 from focus_exp.results.metrics import METRICS
@@ -40,7 +40,6 @@ from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path, minute
 from focus_exp.training.distributed import (
     active_strategy,
     broadcast_object,
-    gather_batches,
     is_main,
     rank,
     world_size,
@@ -104,7 +103,6 @@ def train_phase(
     saved = checkpoint_path(folder / CHECKPOINTS, name)
     resume = broadcast_object(saved.exists())
     steps = range(read_checkpoint(saved, mmap=True)["global_step"] if resume else 0, phase.steps)
-    split = split_step(settings.batch_size, settings.accumulate, world_size())
     loader = make_loader(
         blocks, settings.batch_size, seed, steps, accumulate=settings.accumulate, rank=rank(), world_size=world_size()
     )
@@ -132,13 +130,13 @@ def train_phase(
     is_cuda, is_ddp = precision.device.type == "cuda", active_strategy(settings) == "ddp"
     trainer = pl.Trainer(
         accelerator="gpu" if is_cuda else "cpu",
-        strategy="ddp" if is_ddp else "auto",
+        strategy=DDPStrategy(broadcast_buffers=False) if is_ddp else "auto",
         devices=settings.devices if is_ddp else [torch.cuda.current_device()] if is_cuda else 1,
         num_nodes=settings.num_nodes if is_ddp else 1,
         precision=precision.lightning,
         max_steps=phase.steps,
         max_epochs=-1,
-        accumulate_grad_batches=split.accumulate,
+        accumulate_grad_batches=settings.accumulate // world_size(),
         logger=loggers or False,
         callbacks=callbacks,
         plugins=[LightningEnvironment(), CheckpointIO()],
@@ -154,7 +152,6 @@ def train_phase(
     with (
         bar,
         temporary_attributes(find_routers(model).values(), **state),
-        gather_batches(model, split),
         checkpoint_layers(model, settings.gradient_checkpointing),
     ):
         trainer.fit(task, loader, ckpt_path=saved if resume else None, weights_only=True)
@@ -172,11 +169,14 @@ def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
 def checkpoint_layers(model: PreTrainedModel, is_enabled: bool) -> Iterator[None]:
     """Recompute the activations of each layer in the backward pass; transformers does so in training mode only.
 
-    Re-entrant checkpointing would drop gradients that reach only the router.
+    Re-entrant checkpointing would drop gradients that reach only the router. The second pass collects no tokens.
     """
+    recomputation = partial(temporary_attributes, find_routers(model).values(), projected=None)
     layers: list[Any] = [m for m in model.modules() if is_enabled and isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputation())
+        )
     try:
         yield
     finally:

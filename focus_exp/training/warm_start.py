@@ -91,6 +91,7 @@ def fit_router(method: Focus, probe: AttentionProbe, steps: int, generator: torc
         loss.backward()
         optimizer.step()
         scheduler.step()
+        method.update_statistics()
     method.eval()
     optimizer.zero_grad()
 

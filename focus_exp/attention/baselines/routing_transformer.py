@@ -11,7 +11,7 @@ from torch import Tensor
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines.blocks import attend_masked
 from focus_exp.attention.options import LocalOptions, option
-from focus_exp.attention.router import ForwardMemo, group_means, move_to_means
+from focus_exp.attention.router import move_to_means, sum_groups
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, group_mask, local_mask
 
 
@@ -27,7 +27,8 @@ class RoutingTransformer(AttentionMethod, name="routing_transformer", options=Ro
 
     Every centroid takes the `tokens_per_group` tokens nearest to it (w; default n / k), so a token may have several
     centroids, or none. That choice compares a token with later ones: NOT causal, although no query sees a later key.
-    In training every centroid moves to the mean of the tokens nearest to it, mu <- decay * mu + (1 - decay) * mean.
+    After a training step every centroid moves to the mean of the tokens nearest to it, mu <- decay * mu + (1 - decay) *
+    mean.
     Differences from the original:
     - There queries are layer-normed, and in a causal model keys are tied to them, k <- q. A pretrained model has
       separate keys, and its queries are rotated by position, so the layer-normed (no scale, no bias) hidden state that
@@ -46,36 +47,26 @@ class RoutingTransformer(AttentionMethod, name="routing_transformer", options=Ro
         self.centroid_decay = options.centroid_decay
         self.centroids: Tensor
         self.register_buffer("centroids", F.normalize(torch.randn(self.groups, shape.width), dim=-1))
-        self.memo = ForwardMemo()
+        self.statistics = torch.zeros(self.groups, shape.width + 1)  # sums of the nearest tokens, and their number
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
         with torch.autocast(h.device.type, enabled=False):
             precision = torch.promote_types(h.dtype, torch.float32)
             tokens = F.normalize(F.layer_norm(h.detach().to(precision), h.shape[-1:]), dim=-1)
-            centroids = self.centroids.to(precision)
-            if self.training:
-                valid = sequence.valid
-                centroids = self.memo.get(tokens, valid, lambda: self.follow(tokens, valid), self.move)
-            scores = tokens @ F.normalize(centroids, dim=-1).T  # (B, T, K)
+            scores = tokens @ F.normalize(self.centroids.to(precision), dim=-1).T  # (B, T, K)
+            if self.training and torch.is_grad_enabled():
+                real = slice(None) if sequence.valid is None else sequence.valid
+                nearest = scores[real].flatten(0, -2).argmax(-1)
+                # gradient checkpointing adds each batch twice, which does not change the means
+                self.statistics += sum_groups(tokens[real].flatten(0, -2), nearest, self.groups)
         members = nearest_tokens(scores, sequence, self.tokens_per_group)
         return Selection(query_groups=members, key_groups=members)
 
-    def follow(self, tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the centroids `(K, E)`, and for each batch of the step the means of the tokens nearest to them."""
-        batches, index = self.gather_batches(tokens, valid)
-        before, means, centroids = [], [], self.centroids
-        for batch, mask in batches:
-            rows = batch.flatten(0, -2) if mask is None else batch[mask]
-            before.append(centroids.to(rows.dtype, copy=True))
-            nearest = (rows @ F.normalize(before[-1], dim=-1).T).argmax(-1)
-            means.append(group_means(rows, nearest, self.groups))
-            centroids = move_to_means(before[-1], *means[-1], self.centroid_decay).to(self.centroids.dtype)
-        return before[index], means
-
-    def move(self, means: list[tuple[Tensor, Tensor]]) -> None:
-        """Move every centroid towards the mean of the tokens that were nearest to it, batch by batch."""
-        for mean, sizes in means:
-            self.centroids.copy_(move_to_means(self.centroids.to(mean.dtype), mean, sizes, self.centroid_decay))
+    @torch.no_grad()
+    def update_statistics(self) -> None:
+        before = self.centroids.to(self.statistics.dtype)
+        self.centroids.copy_(move_to_means(before, self.statistics, self.centroid_decay))
+        self.statistics.zero_()
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
