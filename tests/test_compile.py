@@ -119,8 +119,9 @@ def test_gpu_attention_is_one_graph():
 
 
 @needs_kernel
+@pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_compiled_model_is_one_graph_that_takes_the_kernel(tiny_model, method):
+def test_compiled_model_is_one_graph_that_takes_the_kernel(tiny_model, method, use_cache):
     model = build(tiny_model("llama", num_hidden_layers=1), method)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
@@ -129,16 +130,24 @@ def test_compiled_model_is_one_graph_that_takes_the_kernel(tiny_model, method):
         mask[0, :3] = mask[1, 9:12] = 0
         for shown in (None, mask):
             with torch.no_grad():
-                expected = model(ids, attention_mask=shown, use_cache=False).logits
+                expected = model(ids, attention_mask=shown, use_cache=use_cache)
                 assert paths(model) == {"cpu"}
-                found = compiled(ids, attention_mask=shown, use_cache=False).logits
-            assert paths(model) == {"cpu"}
-            real = mask.bool() if shown is not None else ...
-            torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+                found = compiled(ids, attention_mask=shown, use_cache=use_cache)
+                assert paths(model) == {"cpu"}
+                real = mask.bool() if shown is not None else ...
+                torch.testing.assert_close(found.logits[real], expected.logits[real], rtol=1e-4, atol=1e-5)
+                if use_cache:
+                    more = None if shown is None else F.pad(mask, (0, 1), value=1)
+                    steps = [
+                        model(ids[:, :1], attention_mask=more, past_key_values=out.past_key_values).logits
+                        for out in (found, expected)
+                    ]
+                    assert paths(model) == {"cached"}
+                    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-5)
 
 
 def train(model: Any, parameters: list[Tensor], ids: Tensor) -> list[Tensor]:
-    logits = model(ids, use_cache=False).logits[:, :-1]
+    logits = model(ids).logits[:, :-1]  # and a cache, as transformers has by default
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     return [loss.detach(), *torch.autograd.grad(loss, parameters)]
 

@@ -187,7 +187,7 @@ def masked_attention(
     """Attend from one block of queries, by torch's kernels where they serve.
 
     Args:
-        keep: `(B, 1 or H, t, S)` bool, the pairs that are not masked.
+        keep: `(B, 1 or G, t, S)` bool, the pairs that are not masked.
         log_gate: `(B, 1, t, S)`, log of the soft gate.
         ste: `(B, 1, t, S)`, see `straight_through_term`.
     """
@@ -195,6 +195,8 @@ def masked_attention(
     needs_grad = any(x is not None and x.requires_grad for x in (log_gate, ste))
     if args.softcap is None and args.sink_logits is None and not is_multiplicative and not needs_grad:
         mask = keep if log_gate is None else log_gate.to(q.dtype).masked_fill(~keep, float("-inf"))
+        if mask.shape[1] > 1:
+            mask = mask.repeat_interleave(q.shape[1] // mask.shape[1], 1)
         if q.is_cuda and q.shape[1] != k.shape[1]:  # with a mask and GQA, torch would build every score
             k, v = repeat_kv(q, k, v)
         return F.scaled_dot_product_attention(

@@ -7,7 +7,7 @@ Shapes: T new queries, which are the last of S keys; Y heads with groups of thei
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +58,7 @@ class CachedKeys:
         """Return the output `(B, H, T, D)` of q `(B, H, T, D)` and all keys and values `(B, G, S, D)`."""
         if not serves(q, k, v):
             return self.attend_masked(q, k.to(q.dtype), v.to(q.dtype), args)
-        logits = args.sink_logits
-        logits = None if logits is None else logits.float().expand(len(q), -1)
+        logits = None if args.sink_logits is None else args.sink_logits.float().expand(len(q), -1)
         return attend_cached(
             q, k, v, self.key_groups, self.query_groups, self.visible, self.before, logits, self.window, self.sinks,
             args.scaling, args.softcap or 0.0,
@@ -67,17 +66,12 @@ class CachedKeys:
 
     def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Compute all pairs and mask those that are not read."""
-        heads = self.key_groups.shape[1]
-        if args.sink_logits is not None:
-            args = replace(args, sink_logits=args.sink_logits.expand(len(q), -1).reshape(len(q) * heads, -1))
-        q, k, v = (x.unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, k, v))
         outputs = []
         for rows in row_blocks(q.shape[2], BLOCK):
             keep = self.keep_mask(rows)
             keep = keep | ~keep.any(-1, keepdim=True)  # of padding that sees nothing, whose softmax would be NaN
-            keep = keep.expand(len(q) // heads, -1, -1, -1).flatten(0, 1)[:, None]
             outputs.append(masked_attention(q[:, :, rows], k, v, keep, args))
-        return torch.cat(outputs, 2).unflatten(0, (-1, heads)).flatten(1, 2)
+        return torch.cat(outputs, 2)
 
     def keep_mask(self, rows: slice) -> Tensor:
         """Return `(B, Y, t, S)` bool, the keys that a block of queries reads."""

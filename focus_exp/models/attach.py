@@ -23,7 +23,8 @@ from focus_exp.attention.base import LayerShape
 from focus_exp.attention.registry import find
 from focus_exp.errors import LeftOut, UserError
 from focus_exp.models.hf_cache import is_grouped, prepare_cache
-from focus_exp.models.hooks import has_values, route_hidden_states, unpadded
+from focus_exp.models.hooks import route_hidden_states
+from focus_exp.models.masks import has_values, unpadded
 from focus_exp.models.methods import (
     IMPLEMENTATION,
     Attachment,
@@ -211,9 +212,8 @@ def prepare_decoder(
     cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if use_cache is None:
         use_cache = getattr(decoder.config.get_text_config(), "use_cache", False)
-    methods = {i: get_method(module) for i, module in modules.items() if not get_method(module).is_dense()}
-    if methods and (use_cache or cache is not None):
-        cache = prepare_cache(decoder.config, methods, cache)
+    if use_cache or cache is not None:
+        cache = prepare_cache(decoder.config, {i: get_method(module) for i, module in modules.items()}, cache)
         kwargs["past_key_values"], kwargs["use_cache"] = cache, cache is not None
     mask = kwargs.get("attention_mask")
     tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.hooks import has_values
+from focus_exp.models.masks import has_values
 from focus_exp.models.methods import (
     attached_methods,
     disable_method,
