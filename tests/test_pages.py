@@ -34,7 +34,7 @@ def test_fill_writes_cells(marker, text):
     [
         ("claims id=T9.9 {change:.1f}", "0 rows"),
         ("claims tokens=4096 {change:.1f}", "3 rows"),
-        ("claims id=T1.4 {change:.1f}", "format"),
+        ("claims id=T1.4 {change:.1f}", "could not convert"),
         ("nowhere id=T1.2 {change}", "nowhere"),
         ("claims name=T1.2 {change}", "name"),
         ("claims id=T1.2 {speed}", "speed"),

@@ -43,6 +43,19 @@ def test_page_links_exist(page):
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
+def headings(page):
+    """The anchors of a page, as GitHub makes them."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page_anchors_exist(page):
+    links = re.findall(r"\]\(([^):]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    targets = [(page.parent / name if name else page, anchor) for name, anchor in links]
+    assert [anchor for target, anchor in targets if anchor not in headings(target)] == []
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_page_command_composes(command, tmp_path):
     program, *arguments = shlex.split(command.replace("<run folder>", str(tmp_path)))

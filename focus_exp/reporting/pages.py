@@ -30,26 +30,31 @@ MARKER = re.compile(r"(<!--= (\w+)(.*?) -->)(.*?)(<!--/-->)", re.DOTALL)
 NAMES: dict[str, str] = read_yaml("tables")["names"]
 
 
+class Cell(str):
+    """Text of a cell; a number where a format is given, and never empty."""
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec or not self else str(self)
+
+
 def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
     """Return a page with the numbers of these tables between its markers.
 
     Raises:
         UserError: a marker names a table, a column or a row that is not there, or several rows.
     """
-    cells = {
-        name: pd.read_csv(io.StringIO(table.to_csv(index=False)), dtype=str, keep_default_na=False)
-        for name, table in tables.items()
-    }
+    files = {name: io.StringIO(table.to_csv(index=False)) for name, table in tables.items()}
+    texts = {name: pd.read_csv(file, dtype=str, keep_default_na=False) for name, file in files.items()}
 
     def fill_marker(match: re.Match[str]) -> str:
         opening, name, arguments, content, closing = match.groups()
         conditions, *columns = re.split(r"\s*\|\s*", arguments)
         conditions, brace, form = conditions.partition("{")
         try:
-            fixed = dict(word.split("=", 1) for word in shlex.split(conditions))
+            row = dict(word.split("=", 1) for word in shlex.split(conditions))
             if columns:
-                return opening + fill_table(content, cells[name], fixed, columns) + closing
-            return opening + look_up(cells[name], fixed, brace + form, content) + closing
+                return opening + fill_table(content, texts[name], row, columns) + closing
+            return opening + look_up(texts[name], row, brace + form, content) + closing
         except (KeyError, ValueError) as error:
             raise UserError(f"{opening}: {error}") from error
 
@@ -59,50 +64,37 @@ def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
 def fill_table(markdown: str, table: pd.DataFrame, fixed: dict[str, str], columns: list[str]) -> str:
     """Fill in the cells of a Markdown table whose columns are formats; keep the labels."""
     head, rule, *body = markdown.strip().splitlines()
-    heads = [cell.strip() for cell in head.strip("| ").split("|")]
+    heads, *rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in (head, *body)]
     columns = columns + columns[-1:] * (len(heads) - len(columns))
     lines = ["", head, rule]
-    for line in body:
-        labels = [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
-        row = fixed | {column: label for column, label in zip(columns, labels, strict=True) if "{" not in column}
-        row.pop("", None)
-        for index, (column, brace, form) in enumerate(column.partition("{") for column in columns):
+    for cells in rows:
+        row = fixed | {name: cell for name, cell in zip(columns, cells, strict=True) if "{" not in name}
+        for index, (name, brace, form) in enumerate(column.partition("{") for column in columns):
             if brace:
-                named = {column.strip(): heads[index]} if column.strip() else {}
-                labels[index] = look_up(table, row | named, brace + form, labels[index])
-        lines.append(f"| {' | '.join(labels)} |")
+                cells[index] = look_up(table, row | {name.strip(): heads[index]}, brace + form, cells[index])
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
 def look_up(table: pd.DataFrame, conditions: dict[str, str], form: str, current: str) -> str:
-    """Format the one row whose columns have the values that these labels name."""
-    for column, label in conditions.items():
-        quoted = re.search("`(.*?)`", label)
-        plain = quoted[1] if quoted else re.sub(r"(?<=\d),(?=\d)|[*¹²³‡]", "", label).strip()
-        table = table[table[column] == NAMES.get(plain, plain)]
+    """Format the one row whose columns have the values that these labels name; a column without a name has none."""
+    for column in filter(None, conditions):
+        quoted = re.search("`(.*?)`", conditions[column])
+        label = quoted[1] if quoted else re.sub(r"(?<=\d),(?=\d)|[*¹²³‡]", "", conditions[column]).strip()
+        table = table[table[column].str.removesuffix(".0").isin([label, NAMES.get(label)])]
     if form == "{count}":
         return str(len(table))
     try:
         if len(table) != 1:
             raise ValueError(f"{len(table)} rows have {conditions}")
-        text = form.format_map({name: parse_cell(cell) for name, cell in table.iloc[0].items()})
-        return re.sub(r"(?<=\d)%", " %", text)
+        return re.sub(r"(?<=\d)%", " %", form.format_map({name: Cell(cell) for name, cell in table.iloc[0].items()}))
     except ValueError:
         if current == "-":
             return current
         raise
 
 
-def parse_cell(cell: str) -> float | str:
-    """Return the number of a cell, or its text."""
-    try:
-        return float(cell)
-    except ValueError:
-        return cell
-
-
 def fill_pages(records: Path, tables: Mapping[str, pd.DataFrame]) -> dict[Path, str]:
     """Return the filled pages of the project whose runs are in `records` (<project>/runs/records)."""
-    project = records.absolute().parent.parent
-    pages = [project / page for page in PAGES if (project / page).exists()]
-    return {page: fill(page.read_text(encoding="utf-8"), tables) for page in pages}
+    pages = [records.absolute().parents[1] / page for page in PAGES]
+    return {page: fill(page.read_text(encoding="utf-8"), tables) for page in pages if page.exists()}

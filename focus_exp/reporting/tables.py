@@ -201,7 +201,8 @@ def transfer(results: Results) -> pd.DataFrame:
     moved = moved.assign(router=router.str.removeprefix("focus_dual, "), seeds=moved.num_seeds)
     points = points[(points.experiment == "frontier") & (points.tokens == 4096)]
     texts = points["data"].map({value: name for name, value in read_yaml("tables")["names"].items()})
-    points = points.assign(router=points.variant.where(points.variant != "dual_20_fast", "fitted_on_" + texts))
+    named = zip(points.variant, texts, strict=True)
+    points = points.assign(router=[name.replace("dual_20_fast", f"fitted_on_{text}") for name, text in named])
     names = ["model", "data", "router", "change", "low", "high", "sparsity", "distant_density", "seeds"]
     table = pd.concat([points, moved]).reindex(columns=names)
     return table.drop_duplicates(["model", "data", "router"]).reset_index(drop=True)
