@@ -69,7 +69,7 @@ retrofit: $(STAMP) ## train Focus routers on a frozen GPT-2 124M; more overrides
 reproduce-embedded: $(STAMP)-evaluation ## every table at small scale, resumable, then the report; ARGS=budget=quick: only that all of it runs
 	$(RUN) focus_exp job=reproduce assets=embedded $(ARGS)
 
-report: $(STAMP) ## all records and the paper's claims as runs/report/report.md, .tex and .html
+report: $(STAMP) ## all records and the paper's claims as runs/report/report.md and .tex
 	$(RUN) focus_exp job=report $(ARGS)
 
 test: $(TESTED) ## the quick tests, which need neither a GPU nor SLURM

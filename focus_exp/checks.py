@@ -26,7 +26,6 @@ from focus_exp.config import (
 )
 from focus_exp.errors import UserError, not_installed
 from focus_exp.launcher import is_requeued
-from focus_exp.renames import renamed_key_reason
 
 SYNONYMS = {"max_steps": "steps", "lr": "learning_rate"}  # names of keys elsewhere
 FLASH_METHODS = ("focus", "random_groups")  # whose routing backend=flash serves
@@ -92,8 +91,6 @@ def drop_file_fields(group: str, part: Part) -> Part:
 
 def unknown_key_reason(key: str) -> str:
     """Return what to type instead of a dotted key that does not exist."""
-    if reason := renamed_key_reason(key):
-        return reason
     group, _, name = key.rpartition(".")
     name = SYNONYMS.get(name, name)
     keys = [*GROUPS, *(known for known in list_keys() if group == "budget" or not known.startswith("budget."))]

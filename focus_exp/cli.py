@@ -17,7 +17,6 @@ from focus_exp.attention.options import TYPE_NAMES, did_you_mean
 from focus_exp.checks import unknown_key_reason
 from focus_exp.config import JOBS, conf_dir, list_keys
 from focus_exp.errors import UserError, first_line
-from focus_exp.renames import renamed_key_reason
 
 # Hydra's options with a value
 VALUED = (
@@ -59,11 +58,9 @@ def pop_option(arguments: list[str], *names: str) -> str | None:
 
 
 def check_setting(argument: str) -> None:
-    """Raise UserError for an argument that is not key=value, or has a former key."""
+    """Raise UserError for an argument that is not key=value."""
     if "=" in argument.strip("=") or argument.startswith("~"):
         key = argument.lstrip("+~").partition("=")[0]
-        if not key.startswith("attention.") and (reason := renamed_key_reason(key)):  # methods have keys of their own
-            raise UserError(reason)
         if argument.lower() == f"{key}=null" and (choices := find_choices(key)):
             raise UserError(f"{key} must be a choice (got null){did_you_mean('', choices)}")
         return

@@ -262,8 +262,7 @@ class GenerateConfig:
 @dataclass
 class ReportConfig:
     name: str = MISSING
-    check: bool = option(False)
-    renew: bool = option(False)
+    collect: str | None = option(None)
 
 
 @dataclass

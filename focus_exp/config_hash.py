@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -28,13 +27,11 @@ ADAPTER = ("method", "options", "layers")  # keys of its description that determ
 def config_hash(config: Config) -> str:
     """Return eight hex digits of the configuration.
 
-    Defaults are left out, so that a new key keeps the hashes of earlier runs. A released default must not change.
+    Defaults are left out, so that a new key keeps the hashes of earlier runs.
     """
     values = {key: value for key, value in changed_values(config).items() if is_hashed((key,))}
     for part in ("model", "trainer"):
         values[part] = {key: value for key, value in values[part].items() if is_hashed((part, key))}
-    if base_run := values["model"].get("base_run"):  # as written before variants were files
-        values["model"]["base_run"] = [re.sub(r"^\+variant=(?:.*/)?", "arm=", override) for override in base_run]
     attention_seed = getattr(config.attention, "seed", config.seed)
     values["attention"].pop("seed", None)
     if attention_seed != config.seed:  # also if it is the default

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -19,6 +21,9 @@ from focus_exp import attach, set_routing
 from focus_exp import config as schema
 from focus_exp.checks import parse
 from focus_exp.config import Config, conf_dir, register_schemas
+from focus_exp.results.comparison import compare_variants
+from focus_exp.results.intervals import Estimate
+from focus_exp.results.losses import benchmark_name
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record
 from focus_exp.training.callbacks import Checkpoint
@@ -44,6 +49,43 @@ def load_recorded(values: dict[str, Any]) -> Any:
     recorded = OmegaConf.create(values)
     recorded.attention = schema.build_attention(recorded.attention)
     return OmegaConf.merge(OmegaConf.structured(Config), recorded)
+
+
+def find_inconsistent(record: Record, variants: dict[str, Record] | None = None) -> list[str]:
+    """Return the measurements of a run that do not follow from its losses, or from those of its variants.
+
+    Nine digits of the losses leave 1e-5 nats of a bound over few units.
+    """
+    if record.variants:
+        again = replace(record, path=None)
+        compare_variants(again, variants or {}, record.config["references"])
+        made = {(m.variant, m.reference): (m.value, m.low, m.high) for m in again.measurements}
+        changes = [m for m in record.measurements if m.metric == "nll_change"]
+        wrong = [m for m in changes if not is_close((m.value, m.low, m.high), made.get((m.variant, m.reference)))]
+        return [f"{m.variant} against {m.reference}" for m in wrong]
+    final = [m for m in record.measurements if m.value is not None and not m.settings.get("phase")]
+    wrong = []
+    for m in final:
+        losses = record.losses.get(benchmark_name(m.settings))
+        if m.metric == "nll":
+            follows = losses and m.variant in losses.nll and is_close([m.value], [losses.estimate(m.variant).value])
+        elif m.metric.startswith("nll_change"):
+            follows = losses and {m.variant, m.reference} <= losses.nll.keys() and is_close(
+                (m.value, m.low, m.high), _change(losses.difference(m.variant, losses, m.reference))
+            )  # fmt: skip
+        else:
+            continue
+        wrong += [] if follows else [f"{m.metric} of {m.variant}"]
+    return wrong
+
+
+def _change(estimate: Estimate) -> tuple[float | None, ...]:
+    return estimate.value, *estimate.bounds
+
+
+def is_close(some: Any, others: Any) -> bool:
+    """Return whether numbers, 0 where missing, are equal to 1e-5."""
+    return others is not None and bool(np.allclose(*([x or 0.0 for x in part] for part in (some, others)), 1e-9, 1e-5))
 
 
 def write_variants(folder: Path, variants: dict[str, list[str]], experiment: str = "adhoc") -> list[str]:

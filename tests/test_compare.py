@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from builders import primary, write_variant, write_variants
+from builders import find_inconsistent, primary, write_variant, write_variants
 from conftest import build
 from running import fitting, only_run, records_of, run, succeed, tiny, without_attention, write_texts
 from scipy import stats
@@ -15,10 +15,10 @@ from focus_exp.evaluation import benchmarks, perplexity
 from focus_exp.evaluation.controls import slug
 from focus_exp.jobs import compare as job
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.reporting.check import find_inconsistent_run
 from focus_exp.reporting.load import load_results, load_run, select
-from focus_exp.results.losses import find_inconsistent, read_losses
+from focus_exp.results.losses import read_losses
 from focus_exp.results.record import Record
+from focus_exp.results.runs import load_variants
 
 FIXED = ["attention=window", "recipe=none", "eval.tasks=[]"]
 VARIANTS = {
@@ -102,7 +102,7 @@ def test_compare_changes_follow_from_the_losses(compared, tmp_path):
             losses[name] = arrays["nll"].astype(np.float64)
         (csv,) = path.rglob("losses.csv")
         published[name] = read_losses(csv)["text"].nll[row.name]
-        assert find_inconsistent(record.measurements, read_losses(csv)) == []
+        assert find_inconsistent(record) == []
     changes = nll_changes(comparison)
     assert {(m.variant, m.reference) for m in changes} == {
         *(("lora", "focus"), ("window", "focus"), ("focus", "lora"), ("window", "lora"))
@@ -113,11 +113,12 @@ def test_compare_changes_follow_from_the_losses(compared, tmp_path):
             interval = stats.ttest_rel(published[m.variant], published["focus"]).confidence_interval()
             assert (m.low, m.high) == pytest.approx(tuple(interval), abs=1e-6)
     place = comparison.path.parent
-    assert find_inconsistent_run(place) == []
+    assert find_inconsistent(comparison, load_variants(place, comparison)) == []
     path = place / "measurements.csv"
     text = path.read_text()
     path.write_text(text.replace(f"{changes[-1].low:.12g}", f"{changes[-1].low - 0.001:.12g}"))
-    assert find_inconsistent_run(place) == [f"{changes[-1].variant} against lora"]
+    changed = Record.load(place / "record.json")
+    assert find_inconsistent(changed, load_variants(place, changed)) == [f"{changes[-1].variant} against lora"]
     path.write_text(text)
 
 

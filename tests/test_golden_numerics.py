@@ -1,9 +1,8 @@
-"""Golden numbers: logits of tiny models, losses of tiny runs, config hashes of the committed records.
+"""Golden numbers: logits of tiny models, losses of tiny runs.
 
 After a change that is meant to move them: REGENERATE=1 pytest -n 0 tests/test_golden_numerics.py, then read the diff.
 """
 
-import csv
 import json
 import os
 from pathlib import Path
@@ -11,16 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders import Killed, compute_logits, load_recorded, make_tokens, scored, stop_training, write_variants
+from builders import Killed, compute_logits, make_tokens, scored, stop_training, write_variants
 from conftest import FAMILIES, build
-from omegaconf import OmegaConf
 from running import fitting, only_run, router_steps, run, tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from focus_exp import attach, set_routing
-from focus_exp.config_hash import config_hash
-from focus_exp.renames import upgrade_keys
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record
 
@@ -113,28 +109,6 @@ def execute(folder: Path, runs: str, *overrides: str) -> None:
     assert result.code == 0, result.err
 
 
-def compute_config_hashes(every: int = 1) -> dict[str, str]:
-    """Hash the stored config of every `every`-th committed run, by `<started> <variant> <recorded hash>`.
-
-    Comparisons of inline variants are left out: variants are files since, and the hash is over their names. Adapters of
-    published runs are read from where moved.csv says that they are now.
-    """
-    keyed, records = {}, ROOT / "runs" / "records"
-    with (records / "moved.csv").open(encoding="utf-8") as file:
-        moved = {f"runs/records/{row['before']}/": f"runs/records/{row['now']}/" for row in csv.DictReader(file)}
-    for path in records.rglob("record.json"):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if adapter := record["config"].get("adapter"):
-            folder = adapter.removesuffix("adapter")
-            record["config"]["adapter"] = f"{moved.get(folder, folder)}adapter"
-        config = record["config"]
-        if config and (config["job"] != "compare" or config.get("variants")):
-            keyed[f"{record['started']} {config['variant'] or '-'} {record['config_hash']}"] = config
-    return {
-        key: config_hash(OmegaConf.to_object(load_recorded(upgrade_keys(keyed[key])))) for key in sorted(keyed)[::every]
-    }
-
-
 def compare(section: str, computed: dict[str, Any]) -> dict[str, Any]:
     """Return the golden numbers of a section, or write them where REGENERATE is set."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
@@ -153,10 +127,3 @@ def test_logits_of_tiny_families_equal_golden():
 def test_losses_of_tiny_runs_equal_golden(tmp_path):
     computed = compute_losses(tmp_path)
     torch.testing.assert_close(computed, compare("losses", computed), rtol=1e-5, atol=5e-6)
-
-
-def test_config_hashes_of_committed_runs_equal_golden():
-    regenerate = bool(os.environ.get("REGENERATE"))
-    computed = compute_config_hashes(every=1 if regenerate else 5)
-    golden = compare("config_hashes", computed)
-    assert computed and {key: golden[key] for key in computed} == computed

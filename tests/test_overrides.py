@@ -5,7 +5,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from running import only_run, record_of, succeed, tiny, without_attention
 
 from focus_exp.cli import quote_override
-from focus_exp.renames import RENAMED, renamed_key_reason, upgrade_keys
 
 PATHS = [
     *("é/ü", "br[1]/(x", "{a}", "#x", "it's", 'a "b"', "a=b", "a b", "a,b", "1e5", "true", " x", "tail\\", "p|q"),
@@ -56,15 +55,3 @@ def test_run_in_a_folder_with_special_characters_is_trained_and_measured(tmp_pat
     given = ["job=evaluate", f"adapter={made}", f'eval.adapters=["{made}/adapter"]', f"runs_dir={tmp_path / 'again'}"]
     succeed(*without_attention(settings), f"cache_dir={odd}/cache", *given)
     assert record_of(tmp_path / "again").status == "finished"
-
-
-@pytest.mark.parametrize("old", [old for old, new in RENAMED.items() if new])
-def test_renamed_key_is_answered_with_the_key_of_today(old):
-    now = RENAMED[old].replace("*", "router")
-    assert now in renamed_key_reason(old.replace("*", "router")) or "+variant" in renamed_key_reason(old)
-
-
-def test_upgrade_keys_of_an_older_record():
-    old = {"regime": {"phases": {"router": {"aim": "text", "train": "router"}}}, "attention": {"share": 0.2}}
-    phase = {"objective": "lm", "trainable": "router"}
-    assert upgrade_keys(old) == {"recipe": {"phases": {"router": phase}}, "attention": {"density": 0.2}}

@@ -1,94 +1,98 @@
-"""Published records: checked against losses, rendered again from measurements."""
+"""Published records: tables of runs, checked against their losses; the report and pages against them."""
 
+import io
 import re
-import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from builders import find_inconsistent
+from pandas.testing import assert_frame_equal
 from running import only_run, run, tiny
 
 from focus_exp.errors import UserError
-from focus_exp.reporting import report
-from focus_exp.reporting.check import check_runs, find_stale, renew
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.pages import fill_pages
-from focus_exp.reporting.report import check_report, report_tables, write_report
+from focus_exp.reporting.report import render_markdown, report_tables
 from focus_exp.results.comparison import compare_variants
+from focus_exp.results.measurement import format_measurements
 from focus_exp.results.record import Record, VariantRun
+from focus_exp.results.runs import collect_runs, find_variants, read_runs, read_tables
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "runs" / "records"
 
 
-@pytest.fixture
-def runs(finished_run, tmp_path, monkeypatch):
-    """A copy of the directory of one finished run; figures of the report are not drawn."""
-    monkeypatch.setattr(report, "report_figures", lambda tables: {})
-    return shutil.copytree(finished_run, tmp_path / "runs")
-
-
-def test_find_stale_names_changed_files_and_renew_mends_them(runs):
-    place = only_run(runs)
-    write_report(load_results(runs), runs / "report")
-    record = (place / "record.json").read_bytes()
-    assert find_stale(runs) == []
-    changed = [place / "table.md", runs / "report" / "claims.csv", runs / "report" / "report.md"]
-    for file in changed:
-        file.write_text("id\ntyped by hand")
-    assert {line.split()[0] for line in find_stale(runs)} == set(map(str, changed))
-    renew(runs)
-    write_report(load_results(runs), runs / "report")
-    assert find_stale(runs) == []
-    assert (place / "record.json").read_bytes() == record
-
-
-@pytest.mark.parametrize("damage", ["losses", "no losses", "measurements"])
-def test_find_stale_compares_measurements_with_losses(runs, damage):
-    place = only_run(runs)
-    losses, measurements = place / "losses.csv", place / "measurements.csv"
-    if damage == "losses":
-        head, first, *rest = losses.read_text().splitlines()
-        *cells, last = first.split(",")
-        losses.write_text("\n".join([head, ",".join([*cells, str(float(last) + 0.01)]), *rest]))
-    elif damage == "no losses":
-        losses.unlink()
-    else:
-        text = measurements.read_text()
-        value = next(line for line in text.splitlines() if ",nll," in line).split(",")[2]
-        measurements.write_text(text.replace(value, str(float(value) + 1)))
-    assert any("losses.csv" in line for line in find_stale(runs))
-
-
-def test_job_report_check_fails_on_stale_run(runs, tmp_path):
-    (only_run(runs) / "table.md").write_text("typed by hand")
-    result = run(*tiny(tmp_path), "job=report", "report.check=true")
-    assert result.code == 2
-    assert "table.md" in result.err
+@pytest.fixture(scope="module")
+def records():
+    return read_runs(RECORDS)
 
 
 def test_published_report_and_pages_follow_from_measurements(published):
     tables = report_tables(published)
-    assert check_report(tables, RECORDS / "report") == []
-    pages = fill_pages(RECORDS, tables)
-    assert [page.name for page in pages] == ["README.md", "results.md", "conclusions.md"]
+    for name, table in tables.items():
+        stored = pd.read_csv(RECORDS / "report" / f"{name}.csv")
+        made = pd.read_csv(io.StringIO(table.to_csv(index=False)))
+        assert_frame_equal(stored, made, check_dtype=False, rtol=1e-9, atol=1e-9, obj=name)
+    pages = {RECORDS / "report" / "report.md": render_markdown(published, tables)} | fill_pages(RECORDS, tables)
+    assert [page.name for page in pages] == ["report.md", "README.md", "results.md", "conclusions.md"]
     for page, text in pages.items():
         assert page.read_text(encoding="utf-8") == text
 
 
-def test_published_runs_follow_from_their_measurements():
-    """A fixed sample; `make report` checks all."""
-    folders = sorted(path.parent for path in RECORDS.rglob("record.json"))[::5]
-    assert check_runs(folders) == []
+def test_published_measurements_follow_from_losses(records):
+    wrong = {name: find_inconsistent(run, find_variants(name, run, records)) for name, run in records.items()}
+    assert {name: rows for name, rows in wrong.items() if rows} == {}
 
 
-def test_published_results_keep_every_run(published):
-    assert len(published.runs) == len(list(RECORDS.rglob("record.json")))
+def test_published_variants_have_runs(records):
+    lost = {
+        f"{name} {variant.name}"
+        for name, run in records.items()
+        for variant in run.variants
+        if variant.status == "finished" and variant.name not in find_variants(name, run, records)
+    }
+    assert len(records) > 300 and len(lost) < 20, lost
 
 
-def test_compare_variants_without_a_run_has_no_changes(tmp_path):
+def test_collected_runs_equal_their_folders(finished_run, tmp_path):
+    place = only_run(finished_run)
+    (name,) = collect_runs(place.parent, tmp_path)
+    before, after = Record.load(place / "record.json"), read_tables(tmp_path)[name]
+    assert name == place.relative_to(finished_run).as_posix()
+    assert format_measurements(after.measurements) == format_measurements(before.measurements)
+    (before_losses,), (after_losses,) = before.losses.values(), after.losses.values()
+    assert before_losses.units == after_losses.units
+    assert {name: [*values] for name, values in before_losses.nll.items()} == {
+        name: [*values] for name, values in after_losses.nll.items()
+    }
+    facts = load_results(finished_run).runs, load_results(tmp_path).runs
+    assert_frame_equal(*facts)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    collect_runs(finished_run, tmp_path)  # again
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
+
+
+def test_job_report_collects_runs_and_reports_them(finished_run, tmp_path):
+    result = run(*tiny(tmp_path), "job=report", f"report.collect={finished_run}")
+    assert result.code == 0, result.err
+    assert {"runs.jsonl", "measurements.parquet", "losses.parquet", "report"} <= {
+        path.name for path in (tmp_path / "runs").iterdir()
+    }
+
+
+@pytest.mark.parametrize("damaged", ["runs.jsonl", "measurements.parquet", "losses.parquet"])
+def test_read_tables_damaged_raises(finished_run, tmp_path, damaged):
+    collect_runs(finished_run, tmp_path)
+    (tmp_path / damaged).write_bytes((tmp_path / damaged).read_bytes()[:-9])
+    with pytest.raises(UserError, match="Restore"):
+        read_tables(tmp_path)
+
+
+def test_compare_variants_without_a_run_has_no_changes():
     variant = VariantRun(name="one", settings=[], folder="runs/adhoc/tiny/one-seed0-ab")
     comparison = Record(status="running", experiment="adhoc", variants=[variant])
-    compare_variants(comparison, tmp_path / "adhoc" / "tiny" / "compare-seed0-cd", [])
+    compare_variants(comparison, find_variants("adhoc/tiny/compare-seed0-cd", comparison, {}), [])
     assert comparison.measurements == [] and comparison.model == {}
 
 
@@ -110,6 +114,14 @@ def test_load_damaged_record_raises(tmp_path, change, message):
 
 
 def test_published_files_name_no_local_directory():
+    local = re.compile(r"""["' =:(]/(home|root|tmp|work|Users|mnt|data)/""")
     for path in RECORDS.rglob("*"):
-        if path.suffix in (".json", ".yaml", ".md", ".csv", ".html", ".tex", ".jsonl"):
-            assert not re.search(r"""["' =:(]/(home|root|tmp|work|Users|mnt|data)/""", path.read_text()), path
+        if path.suffix in (".json", ".jsonl", ".md", ".csv", ".tex"):
+            assert not local.search(path.read_text()), path
+    settings = pd.read_parquet(RECORDS / "measurements.parquet").settings
+    assert not local.search("\n".join(settings))
+
+
+def test_published_records_are_few_and_small():
+    files = [path for path in RECORDS.rglob("*") if path.is_file()]
+    assert len(files) <= 60 and sum(path.stat().st_size for path in files) <= 12e6

@@ -64,7 +64,7 @@ def test_run_folder_is_named_after_what_runs(overrides: list[str], names: tuple[
 
 
 def test_setup_key_differs_by_what_is_computed_alone() -> None:
-    config = {"seed": 0, "attention": {"groups": 4, "encoders": 2}, "eval": {"tasks": []}}
+    config = {"seed": 0, "attention": {"groups": 4, "cap": None}, "eval": {"tasks": []}}
     record = Record(status="finished", experiment="x", config=config, device="cpu, 1 threads, float32", steps=3)
     other_seed = replace(
         record, config=config | {"seed": 1, "eval": {"tasks": ["piqa"]}}, device="cpu, 2 threads, bf16"

@@ -22,6 +22,7 @@ from focus_exp.jobs.train import train
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import RECORD, Record, VariantRun
 from focus_exp.results.run_dir import name_data, name_model, run_folder
+from focus_exp.results.runs import load_variants
 from focus_exp.storage import InUse
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def compare(config: Config) -> None:
                 describe_variant(name, variant, variant_settings(config, name), errors.get(name))
                 for name, variant in configs.items()
             ]
-            compare_variants(run.record, run.folder, config.references)
+            compare_variants(run.record, load_variants(run.folder, run.record), config.references)
     if errors:
         raise UserError(
             f"variants failed: {', '.join(errors)} ({len(errors)} of {len(configs)}), for the reasons in {run.folder}. "

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from focus_exp.config import Config
-from focus_exp.errors import UserError
 from focus_exp.jobs.run import open_wandb
-from focus_exp.reporting.check import find_stale, renew
 from focus_exp.reporting.figures import report_figures
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.pages import fill_pages
 from focus_exp.reporting.report import REPORT, report_tables, verdict_table, write_report
 from focus_exp.reporting.wandb import build_workspace, dashboard_tables, log_tables, wandb_mode
+from focus_exp.results.runs import RUNS, collect_runs
 from focus_exp.storage import replace_file
 
 NAME = "report"  # of the W&B run of job=dashboard
@@ -22,18 +21,12 @@ def report(config: Config) -> None:
     """Write the report of all runs below runs_dir, with a verdict on every claim of the paper.
 
     That of runs/records also fills in the numbers of README.md and docs/results.md, between their markers.
-    report.check=true fails where one of these files no longer follows from the measurements.
-    report.renew=true writes the tables and figures of every run again.
+    report.collect=<folder> first adds the runs in folders below it to the tables of runs_dir (see results/runs.py).
     """
     runs = Path(config.runs_dir)
-    if config.report.check:
-        records = runs / "records" if (runs / "records").is_dir() else runs
-        if stale := find_stale(records, config.budget["name"]):
-            raise UserError("\n  ".join([f"{len(stale)} published files are stale:", *stale]))
-        print(f"every published table below {records} follows from its measurements")
-        return
-    if config.report.renew:
-        renew(runs)
+    if config.report.collect:
+        added = collect_runs(Path(config.report.collect), runs)
+        print(f"{len(added)} runs of {config.report.collect} are in {runs / RUNS}")
     tables = write_report(load_results(runs, config.budget["name"]), runs / REPORT)
     for page, text in fill_pages(runs, tables).items():
         replace_file(page, text.encode())

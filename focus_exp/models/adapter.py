@@ -31,7 +31,6 @@ from focus_exp.models.load import (
     select_numerics,
 )
 from focus_exp.models.methods import Attachment, attached_methods, get_attachment, is_causal, set_routing
-from focus_exp.renames import upgrade_options
 from focus_exp.storage import atomic_write
 
 log = logging.getLogger(__name__)
@@ -144,13 +143,13 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         if missing := {*FIELDS, "fingerprint"} - {*description, *description["base_model"]}:
             raise KeyError(*missing)
         method = find(description["method"], imports=False)
-        description["options"] = upgrade_options(description["options"], method.options)
+        unknown = sorted(description["options"].keys() - {item.name for item in fields(method.options)})
     except FileNotFoundError:
         reason = "" if Path(folder).is_dir() else ": no such folder"
         raise UserError(f"{folder} has no {DESCRIPTION}{reason}. Give a run's folder, or its adapter/.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}). Copy the adapter again.") from None
-    if unknown := sorted(set(description["options"]) - {item.name for item in fields(method.options)}):
+    if unknown:
         raise UserError(
             f"{path}: method {description['method']} has no options {', '.join(unknown)}. Copy the adapter again, or "
             "use the version of focus_exp that wrote it."

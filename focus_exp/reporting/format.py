@@ -1,4 +1,4 @@
-"""Format numbers and tables: Markdown, LaTeX and HTML."""
+"""Format numbers and tables: Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -54,15 +54,3 @@ def to_markdown(table: pd.DataFrame) -> str:
 def to_latex(table: pd.DataFrame, caption: str = "") -> str:
     """Return a LaTeX longtable."""
     return str(table.to_latex(index=False, escape=True, longtable=True, caption=caption or None))
-
-
-def to_html(markdown: str, title: str) -> str:
-    """Return a standalone HTML page of Markdown text with tables."""
-    from markdown_it import MarkdownIt
-
-    body = MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown)
-    style = (
-        "body{font:15px/1.5 sans-serif;margin:2em auto;max-width:75em}table{border-collapse:collapse;font-size:13px}"
-        "td,th{border-bottom:1px solid #ddd;padding:3px 9px;text-align:left}img{max-width:100%}"
-    )
-    return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{style}</style>\n{body}'

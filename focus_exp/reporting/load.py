@@ -18,11 +18,12 @@ import pandas as pd
 import yaml
 
 from focus_exp.reporting.aggregate import Row
-from focus_exp.results.comparison import compare_variants, is_run_of, load_variant, variant_folder
+from focus_exp.results.comparison import compare_variants
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.results.record import RECORD, Record, VariantRun
+from focus_exp.results.runs import find_variants, load_variants, read_runs
 from focus_exp.results.setup import setup_key
 
 QUICK = "quick"
@@ -72,8 +73,8 @@ class Results:
 class Run:
     """A run's record, its provenance as `facts`, and the rows of its own measurements."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.record = folder, name, Record.load(folder / RECORD)
+    def __init__(self, name: str, record: Record, variants: dict[str, Record]) -> None:
+        self.name, self.record, self.variants = name, record, variants
         self.facts = describe_run(name, self.record)
 
     @cached_property
@@ -98,34 +99,32 @@ def load_results(root: Path, budget: str = "") -> Results:
     Raises:
         UserError: a record is unreadable.
     """
-    folders = sorted(path.parent for path in root.rglob(RECORD))
-    runs = {folder: Run(folder, folder.relative_to(root).as_posix()) for folder in folders}
-    runs = {folder: run for folder, run in runs.items() if (run.facts["budget"] == QUICK) == (budget == QUICK)}
-    trained = {folder.name.rpartition("-")[2]: run for folder, run in runs.items()}
+    records = read_runs(root)
+    runs = {name: Run(name, record, find_variants(name, record, records)) for name, record in records.items()}
+    runs = {name: run for name, run in runs.items() if (run.facts["budget"] == QUICK) == (budget == QUICK)}
+    trained = {name.rpartition("-")[2]: run for name, run in runs.items()}
     for run in runs.values():
         adapter = Path(run.record.config.get("adapter") or "")
-        trainer = trained.get(adapter.parent.name.rpartition("-")[2])
-        if trainer and adapter.name == "adapter":  # of a run, whose folder ends with its hash
+        folder = adapter.parent if adapter.name == "adapter" else adapter
+        if trainer := trained.get(folder.name.rpartition("-")[2]):  # a run, whose folder ends with its hash
             run.facts["steps"] += trainer.record.steps
             if {run.record.config["job"], trainer.record.config["job"]} == {"analyze"}:  # of the same router, again
                 run.facts["setup"] = trainer.facts["setup"]
-    return replace(join_runs([*runs.values()], runs), is_quick=budget == QUICK, root=root)
+    return replace(join_runs(runs), is_quick=budget == QUICK, root=root)
 
 
 def load_run(folder: Path) -> Results:
     """Load one run, or a comparison with its variants."""
-    run = Run(folder, folder.name)
-    folders = [variant_folder(folder, variant) for variant in run.record.variants]
-    others = {path: Run(path, f"{path.parent.name}/{path.name}") for path in folders if (path / RECORD).exists()}
-    return join_runs([run], others)
+    record = Record.load(folder / RECORD)
+    return join_runs({folder.name: Run(folder.name, record, load_variants(folder, record))})
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the training log of a run, or of all variants of a comparison."""
     lines = read_metrics(folder / METRICS)
-    for variant in Record.load(folder / RECORD).variants:
-        log = read_metrics(variant_folder(folder, variant) / METRICS) if load_variant(folder, variant) else []
-        lines += [{"variant": variant.name, **line} for line in log]
+    for name, record in load_variants(folder, Record.load(folder / RECORD)).items():
+        assert record.path
+        lines += [{"variant": name, **line} for line in read_metrics(record.path.with_name(METRICS))]
     return lines
 
 
@@ -233,8 +232,7 @@ def benchmark_rows(rows: list[Row]) -> Iterator[Row]:
     """Yield scores of tasks and their paired changes from full attention."""
     rows = [row for row in rows if row.task is not None]
     density = {(row.variant, row.task): row.value for row in rows if row.metric.startswith("distant_density:")}
-    # records of earlier versions repeat changes of the loss in per cent
-    scored = [row for row in rows if row.kind is not None and not row.metric.startswith("perplexity_change_pct")]
+    scored = [row for row in rows if row.kind is not None]
     scores = {(row.variant, row.task, row.lm_eval_metric): row.value for row in scored if row.reference is None}
     for row in scored:
         score = scores.get((row.variant, row.task, row.lm_eval_metric))
@@ -333,15 +331,13 @@ def detail_rows(rows: list[Row]) -> Iterator[Row]:
             yield row.replace(source="costs", variant=row.word_class, metric=f"{row.metric} {row.variant}")
 
 
-def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
-    """Return the rows of runs, and those of comparisons from their variants.
-
-    others: runs by folder, among them the variants.
-    """
-    runs = sorted(runs, key=lambda run: (run.facts["is_variant"], run.record.started))
+def join_runs(runs: dict[str, Run]) -> Results:
+    """Return the rows of runs, and those of comparisons from their variants."""
     facts, rows = [], []
-    for run in runs:
-        pairs = [(variant, find_variant(run.folder, variant, others)) for variant in run.record.variants]
+    loaded = {id(run.record): run for run in runs.values()}
+    for run in sorted(runs.values(), key=lambda run: (run.facts["is_variant"], run.record.started)):
+        others = {name: loaded.get(id(record)) or Run(name, record, {}) for name, record in run.variants.items()}
+        pairs = [(variant, others.get(variant.name)) for variant in run.record.variants]
         shared, name = {name: run.facts[name] for name in OF_RUN}, run.facts["variant"]
         total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
         seconds = None if None in total else sum(filter(None, total))
@@ -354,12 +350,6 @@ def join_runs(runs: list[Run], others: dict[Path, Run]) -> Results:
             made = [row.replace(variant=name) for row in run.rows] if name else run.rows
         rows += [row.replace(**shared) for row in made]
     return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), rows)
-
-
-def find_variant(folder: Path, variant: VariantRun, others: dict[Path, Run]) -> Run | None:
-    """Return the run of a variant of the comparison in `folder`; None if it is gone or was repeated since."""
-    run = others.get(variant_folder(folder, variant))
-    return run if run and is_run_of(run.record, variant) else None
 
 
 def trained_parameters(record: Record) -> int:
@@ -408,7 +398,7 @@ def claimed_changes(run: Run) -> list[Measurement]:
         if "variant" in pair and matches(name, pair["variant"]) and matches(other, pair["reference"])
     }
     again = replace(run.record, path=None)
-    compare_variants(again, run.folder, sorted({reference for _, reference in wanted}))
+    compare_variants(again, run.variants, sorted({reference for _, reference in wanted}))
     return [m for m in again.measurements if (m.variant, m.reference) in wanted]
 
 

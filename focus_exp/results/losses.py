@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,10 @@ import pandas as pd
 
 from focus_exp.errors import UserError
 from focus_exp.results.intervals import Estimate, estimate, units_of
-from focus_exp.results.measurement import Measurement
 from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
 KEY = ("of", "document", "offset", "tokens")
-DIGITS = 1e-5  # nats: nine digits of the losses leave this of a bound over few units
 
 
 @dataclass
@@ -83,39 +79,7 @@ def read_losses(path: Path) -> dict[str, Losses]:
         raise UserError(f"{path} must hold losses ({error}). Run the job again.") from error
 
 
-def find_inconsistent(measurements: Iterable[Measurement], losses: dict[str, Losses]) -> list[str]:
-    """Return the measurements of a run that do not follow from its losses."""
-    final = [m for m in measurements if m.value is not None and not m.settings.get("phase")]
-    wrong = []
-    for m in final:
-        if m.metric == "nll":
-            text = losses.get(TEXT)
-            follows = text is not None and m.variant in text.nll and _is_close(m.value, text.estimate(m.variant).value)
-        elif m.metric.startswith("nll_change"):
-            follows = _change_follows(m, losses.get(benchmark_name(m.settings)))
-        else:
-            continue
-        wrong += [] if follows else [f"{m.metric} of {m.variant}"]
-    return wrong
-
-
 def benchmark_name(settings: dict[str, Any]) -> str:
     """Return the name that the losses have for a task and its metric."""
     task, metric = settings.get("task"), settings.get("lm_eval_metric") or ""
     return TEXT if task is None else task if task.startswith(metric) else f"{task} {metric}"
-
-
-def _change_follows(m: Measurement, losses: Losses | None) -> bool:
-    if losses is None or not {m.variant, m.reference} <= losses.nll.keys():
-        return False
-    change = losses.difference(m.variant, losses, m.reference)
-    return all(map(_is_close, (m.value, m.low, m.high), (change.value, *change.bounds)))
-
-
-def is_same_change(a: Measurement, b: Measurement | None) -> bool:
-    """Return whether value and bounds are equal within nine digits of the losses."""
-    return b is not None and all(map(_is_close, (a.value, a.low, a.high), (b.value, b.low, b.high)))
-
-
-def _is_close(a: float | None, b: float | None) -> bool:
-    return math.isclose(a or 0.0, b or 0.0, abs_tol=DIGITS)

@@ -95,10 +95,23 @@ def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
 
 def format_measurements(measurements: Iterable[Measurement]) -> str:
     """Return the text of a `measurements.csv`, floats with 12 significant digits."""
+    table = to_frame(measurements)
+    return table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
+
+
+def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
+    """Return a row for each measurement, with the settings as JSON."""
     table = pd.DataFrame([vars(measurement) for measurement in measurements], columns=COLUMNS)
     table["settings"] = [_format_settings(settings) for settings in table.settings]
-    table[["n", "seed"]] = table[["n", "seed"]].astype("Int64")
-    return table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
+    floats = dict.fromkeys(("value", "low", "high", "density"), float)
+    return table.astype({**floats, "n": "Int64", "seed": "Int64"})
+
+
+def from_frame(table: pd.DataFrame) -> list[Measurement]:
+    """Return the measurements of `to_frame`."""
+    cells = table[[*COLUMNS]].astype(object).where(table[[*COLUMNS]].notna(), None)
+    cells["settings"] = [json.loads(text) if text else {} for text in table.settings]
+    return [Measurement(**row) for row in cells.to_dict("records")]
 
 
 def _format_settings(settings: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from focus_exp.errors import UserError
-from focus_exp.renames import upgrade_keys
+from focus_exp.results.losses import LOSSES, Losses, read_losses
 from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
 from focus_exp.storage import replace_file
 
@@ -25,7 +25,6 @@ class Trial:
     error: str | None = None
 
 
-@with_config(ConfigDict(extra="ignore"))  # earlier versions repeated more of the variant's own record
 @dataclass(kw_only=True)
 class VariantRun:
     """The run of one variant of a comparison.
@@ -51,6 +50,7 @@ class Record:
     Args:
         tokens_seen: of training steps and of the sequences that routers were fitted to and balanced on.
         fit_seconds: of `train_seconds`, before any phase, in whichever run the fit was made.
+        setup: equal for runs that differ in their seed only; of a run in tables, which have a part of its `config`.
         fit_variants: configuration hashes of eval.fit_variants, by name.
         continuations: texts of job=generate.
         warnings: of the run about itself.
@@ -70,6 +70,7 @@ class Record:
     seed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     config_hash: str = ""
+    setup: str = ""
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     method: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +92,11 @@ class Record:
     def measurements(self) -> list[Measurement]:
         """Return the measurements next to the loaded record; a new run has none yet."""
         return read_measurements(self.path.with_name(MEASUREMENTS)) if self.path else []
+
+    @cached_property
+    def losses(self) -> dict[str, Losses]:
+        """Return the losses next to the loaded record, by task."""
+        return read_losses(self.path.with_name(LOSSES)) if self.path else {}
 
     @property
     def primary_variant(self) -> str:
@@ -125,13 +131,16 @@ class Record:
         return (self.config.get(section) or {}).get(key, default)
 
     def save(self, path: str | Path) -> None:
-        """Write measurements, then strict JSON: "NaN", "Infinity" as strings, in dicts null."""
+        """Write measurements, then the record."""
         if "measurements" in vars(self):
             seeded = [replace(measurement, seed=self.seed) for measurement in self.measurements]
             replace_file(Path(path).with_name(MEASUREMENTS), format_measurements(seeded).encode())
+        replace_file(path, self.format(indent=1) + b"\n")
+
+    def format(self, indent: int | None = None) -> bytes:
+        """Return strict JSON: "NaN", "Infinity" as strings, in dicts null."""
         # NumPy's and torch's scalars are not JSON
-        values = _adapter().dump_json(self, indent=1, exclude={"path"}, fallback=lambda value: value.item())
-        replace_file(path, values + b"\n")
+        return _adapter().dump_json(self, indent=indent, exclude={"path"}, fallback=lambda value: value.item())
 
     @classmethod
     def load(cls, path: str | Path) -> "Record":
@@ -141,9 +150,16 @@ class Record:
             UserError: if the file is missing or damaged, or of another schema.
         """
         try:
-            record = _adapter().validate_json(Path(path).read_bytes())
+            content = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"{path} must be a readable record ({error}). Run the job again.") from error
+        return replace(cls.parse(content, path), path=Path(path))
+
+    @classmethod
+    def parse(cls, content: bytes, path: str | Path) -> "Record":
+        """Read the JSON of a record; `path` names its file in errors."""
+        try:
+            return _adapter().validate_json(content)
         except ValidationError as error:
             wrong = error.errors()[0]
             place = "".join(f"{part}: " for part in wrong["loc"])
@@ -151,7 +167,6 @@ class Record:
             raise UserError(
                 f"{path}: {place}{wrong['msg']} (got {got!r}). Remove the file and run the job again."
             ) from error
-        return replace(record, path=Path(path), config=upgrade_keys(record.config))
 
 
 @cache

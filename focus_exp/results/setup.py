@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from hashlib import sha256
-from typing import Any
 
 from focus_exp.config_hash import flatten, is_hashed
 from focus_exp.results.record import Record
@@ -26,23 +25,17 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "trainer": ("accelerator", "precision", "gradient_checkpointing"),
     "analyze": ("others",),
 }
-# settings that early records lack, with their values then
-ADDED: dict[tuple[str, ...], Any] = {
-    ("attention", "encoders"): 2,
-    ("attention", "fit_to"): "loss",
-    ("attention", "ignored_means"): 0,
-    ("attention", "summed_queries"): 1,
-    ("data", "hidden_facts"): False,
-}
 
 
 def setup_key(record: Record) -> str:
-    """Hash settings, model, text, kind of device and training of a run."""
+    """Hash settings, model, text, kind of device and training of a run; of a run in tables as it was recorded."""
+    if record.setup:
+        return record.setup
     # random weights are drawn from the seed
     weights = None if record.model.get("source") == "random" else record.model.get("fingerprint")
     fixed = {key: value for key, value in flatten(record.config).items() if _is_fixed(key)}
     parts = [
-        {".".join(key): value for key, value in fixed.items() if value not in (None, [], "", ADDED.get(key))},
+        {".".join(key): value for key, value in fixed.items() if value not in (None, [], "")},
         [record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")],
         record.device.partition(",")[0],  # cpu or cuda
         [record.steps, record.tokens_seen],
