@@ -4,9 +4,17 @@ import math
 
 import pytest
 
-from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, required_sample
 from focus_exp.reporting.claims import Claim, at_least, below, collapses, drops
-from focus_exp.reporting.load import read_yaml, select
+from focus_exp.reporting.frame import (
+    Row,
+    aggregate_seeds,
+    is_worse,
+    read_yaml,
+    required_sample,
+    select,
+    to_frame,
+    to_rows,
+)
 from focus_exp.results.intervals import Estimate, needed, over_seeds, student
 
 
@@ -163,8 +171,8 @@ def test_is_worse_of_a_loss_is_a_rise():
 
 
 def make_claim(**changes):
-    fields = {"select": {"variant": "focus", "reference": "lora"}, "comparison": "below"}
-    return Claim(id="X", table="T", claim="c", paper="p", experiments=["compare"], **{**fields, **changes})
+    fields = {"select": {"variant": "focus", "reference": "lora"}, "compare": below}
+    return Claim(id="X", claim="c", paper="p", experiments=["compare"], **{**fields, **changes})
 
 
 def test_judge_without_rows_is_not_run_or_out_of_scope():
@@ -183,7 +191,7 @@ def make_seed(seed, value, stderr=0.01, **cells):
 
 def test_aggregate_seeds_uses_over_seeds():
     rows = [make_seed(seed, value) for seed, value in enumerate((0.1, 0.2, 0.3))]
-    (total,) = aggregate_seeds(rows)
+    (total,) = aggregate_seeds(to_frame(rows))
     expected = over_seeds([Estimate(row.value, row.stderr, row.dof) for row in rows])
     assert (total.value, total.low, total.high) == (expected.value, *expected.bounds)
     assert total.seeds == (0, 1, 2)
@@ -192,30 +200,30 @@ def test_aggregate_seeds_uses_over_seeds():
 
 
 def test_aggregate_seeds_latest_run_of_a_seed_counts():
-    (total,) = aggregate_seeds([make_seed(0, 0.1), make_seed(0, 0.5)])
+    (total,) = aggregate_seeds(to_frame([make_seed(0, 0.1), make_seed(0, 0.5)]))
     assert total.value == 0.5
     assert total.low == pytest.approx(0.5 - student(5.0) * 0.01)
 
 
 def test_aggregate_seeds_keeps_kernels_of_timings_apart():
-    rows = [make_timing(65_536, 3.0).replace(clock="attention", seed=0, path=path) for path in ("flash", "triton")]
-    assert sorted(row.path for row in aggregate_seeds(rows)) == ["flash", "triton"]
+    rows = [make_timing(65_536, 3.0)._replace(clock="attention", seed=0, path=path) for path in ("flash", "triton")]
+    assert sorted(row.path for row in aggregate_seeds(to_frame(rows))) == ["flash", "triton"]
 
 
 @pytest.mark.parametrize(("path", "value", "verdict"), [
     ("flash", 2.0, "reproduced"), ("flash", 0.5, "not reproduced"), ("triton", 2.0, "not run")
 ])  # fmt: skip
 def test_claim_of_no_custom_kernels_is_about_flash_alone(path, value, verdict):
-    (claim,) = (Claim(**entry) for entry in read_yaml("claims") if entry["id"] == "T6.5")
+    (claim,) = (Claim.read(entry) for entry in read_yaml("claims") if entry["id"] == "T6.5")
     cells = {"clock": "attention", "assignment": "balanced", "groups": 8, "top_k": 1, "path": path}
-    rows = select([make_timing(65_536, value).replace(**cells)], claim.select, claim.query)
-    assert claim.judge(rows).verdict == verdict
+    rows = select(to_frame([make_timing(65_536, value)._replace(**cells)]), claim.select)
+    assert claim.judge(to_rows(rows)).verdict == verdict
 
 
 @pytest.mark.parametrize("column", ["setup", "variant", "reference", "top_k", "task", "phase"])
 def test_aggregate_seeds_keeps_setups_apart(column):
     rows = [make_seed(0, 0.1, **{column: "a"}), make_seed(1, 0.1, **{column: "b"})]
-    assert len(aggregate_seeds(rows)) == 2
+    assert len(aggregate_seeds(to_frame(rows))) == 2
 
 
 def test_required_sample_grows_with_comparisons():
@@ -226,8 +234,18 @@ def test_required_sample_grows_with_comparisons():
     assert several["required_units"] > one["required_units"]
 
 
-def test_select_takes_lists_patterns_and_queries(published):
-    assert {row.variant for row in select(published.rows, {"variant": "k_2*"})} == {"k_2", "k_2_share"}
-    assert {row.top_k for row in select(published.rows, {"top_k": [2, 3]}, "num_groups == 4")} == {2, 3}
-    assert select(published.rows, {"variant": "none"}) == []
-    assert select(published.rows, {"variant": "k_2"}, "step < 0") == []  # a missing cell does not compare
+def test_select_takes_lists_patterns_and_limits(published):
+    rows = published.rows
+    assert {*select(rows, {"variant": "k_2*"}).variant} == {"k_2", "k_2_share"}
+    assert {*select(rows, {"top_k": [2, 3], "num_groups": 4}).top_k} == {2, 3}
+    assert select(rows, {"variant": "none"}).empty
+    assert 0 < select(rows, {"tokens": {"most": 2048}}).tokens.max() <= 2048  # a missing cell does not compare
+
+
+def test_frame_refuses_a_wrong_column(published):
+    with pytest.raises(KeyError):
+        select(published.rows, {"verison": None})
+    with pytest.raises(AttributeError):
+        make_row().verison  # noqa: B018
+    with pytest.raises(TypeError):
+        Row(verison=1)

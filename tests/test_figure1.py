@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from focus_exp.reporting.aggregate import Row
 from focus_exp.reporting.figures import describe_timing, perplexity_and_speed, untimed_methods
+from focus_exp.reporting.frame import Row, to_frame
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_tables import paper_tables
 
@@ -46,7 +46,7 @@ def table():
     ]
     facts = {"seed": 0, "device_kind": "cpu", "model": "m", "data": "d", "model_fingerprint": "f"}
     runs = pd.DataFrame([{"run": run, "experiment": "e", **facts} for run in dict.fromkeys(row.run for row in rows)])
-    tables = paper_tables(Results(runs.set_index("run"), rows))
+    tables = paper_tables(Results(runs.set_index("run"), to_frame(rows)))
     return next(table for table in tables if table.attrs["spec"].name == "figure1")
 
 

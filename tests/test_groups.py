@@ -23,7 +23,7 @@ from focus_exp.evaluation.groups import (
 from focus_exp.evaluation.words import CLASSES, find_words, read_passage, split_pieces
 from focus_exp.models.methods import observe_selections
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.reporting.aggregate import Row
+from focus_exp.reporting.frame import Row, to_frame
 from focus_exp.reporting.groups import (
     closest_layer,
     describe_groups,
@@ -118,15 +118,17 @@ def make_group(group, metric="group_fraction", layer=0, **cells):
 
 
 LISTED = {"tokens": ["a|b", "␣"], "token_counts": [3, 1], "token_totals": [4, 9]}
-GROUPS = [
-    make_group(0, value=0.25, **LISTED),
-    make_group(0, "group_purity", value=0.9),
-    make_group(0, "class_fraction", value=0.9),
-    make_group(0, "class_fraction", value=0.1, word_class="verb"),
-    make_group(1, value=0.75, word_class="verb", tokens=["c"]),
-    make_group(0, layer=1, value=1.0, tokens=[]),
-    *(Row(source="analysis", metric="ami trained", run="r", layer=n, value=v) for n, v in ((0, 0.4), (1, 0.2))),
-]
+GROUPS = to_frame(
+    [
+        make_group(0, value=0.25, **LISTED),
+        make_group(0, "group_purity", value=0.9),
+        make_group(0, "class_fraction", value=0.9),
+        make_group(0, "class_fraction", value=0.1, word_class="verb"),
+        make_group(1, value=0.75, word_class="verb", tokens=["c"]),
+        make_group(0, layer=1, value=1.0, tokens=[]),
+        *(Row(source="analysis", metric="ami trained", run="r", layer=n, value=v) for n, v in ((0, 0.4), (1, 0.2))),
+    ]
+)
 
 
 def test_groups_table_names_each_group_by_its_class():
@@ -145,11 +147,11 @@ def test_pairs_table_has_the_words_of_the_run_next_to_the_papers():
         Row(**pair, value=0.5, query_word="sees", key_word="king"),
         Row(**pair | {"query": 8}, value=0.7, query_word="\n", key_word="and"),
     ]
-    table = pairs_table(list_pairs(rows))
+    table = pairs_table(list_pairs(to_frame(rows)))
     assert table.of.tolist() == ["paper", "paper", "ours", "ours"]
     assert table["word"].tolist()[2:] == ["`and` (2)", "`king` (2)"]
     assert table["later word"].tolist()[2:] == ["`\\n` (8)", "`sees` (9)"]
-    assert len(list_pairs([])) == 0
+    assert len(list_pairs(to_frame([]))) == 0
 
 
 def test_draw_passage_colours_each_token_by_its_group():
@@ -215,7 +217,7 @@ def test_analysis_of_an_adapter_and_a_copy_equals_observations(finished_run, tmp
     table = (folder / "table.md").read_text()
     assert all(f"## {name}" in table for name in ("Groups by word class", "Pairs", "Cost by word class"))
     assert (folder / "figures" / "passage.svg").read_text().count("textLength") >= 24
-    results = pd.DataFrame(map(vars, load_results(runs).rows))
+    results = load_results(runs).rows
     assert set(results[results.source == "groups"].metric) >= {"punctuation_purity", "group_confidence"}
 
 

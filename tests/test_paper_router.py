@@ -8,10 +8,11 @@ import pandas as pd
 import pytest
 from builders import compose_config
 
-from focus_exp.reporting.aggregate import Row
 from focus_exp.reporting.claims import Claim, evaluate_claims, keeps
-from focus_exp.reporting.load import Results, load_results, read_yaml
-from focus_exp.reporting.paper_tables import BASE, Spec, paper_rows, paper_tables
+from focus_exp.reporting.frame import Row, read_yaml, to_frame
+from focus_exp.reporting.load import Results, load_results
+from focus_exp.reporting.paper_specs import BASE, TABLES
+from focus_exp.reporting.paper_tables import find_places, paper_rows, paper_tables
 from focus_exp.reporting.report import verdict_table
 from focus_exp.results.record import Record
 
@@ -29,7 +30,7 @@ def make_results(experiment, *rows, **facts):
     } | facts  # fmt: skip
     run = {"seed": 0, "experiment": experiment, "device_kind": "cpu", "model": "m", "data": "d", "total_seconds": 60.0}
     runs = pd.DataFrame([{"run": "one", "model_fingerprint": "f", "steps": 4000, **run}]).set_index("run")
-    return Results(runs, [Row(**shared | row) for row in rows])
+    return Results(runs, to_frame(Row(**shared | row) for row in rows))
 
 
 def shown(table, results):
@@ -100,12 +101,12 @@ def variants_at_the_papers_budget(experiment):
 
 
 def test_paper_tables_rows_are_run_at_the_papers_budget():
-    for name, options in read_yaml("paper_tables").items():
-        spec = Spec.read(name, options)
-        for row in spec.rows.values():
-            for entry in spec.entries(None, {}, row):
-                run = set().union(*map(variants_at_the_papers_budget, entry.experiments))
-                assert set(entry.names) <= run | {BASE}, (name, entry.names)
+    for make in TABLES:
+        spec = make()
+        for paper in paper_rows(make.__name__):
+            for place in find_places(spec, paper):
+                run = set().union(*map(variants_at_the_papers_budget, place.experiments or spec.experiments))
+                assert set(place.names) <= run | {BASE}, (spec.id, place.names)
 
 
 def test_claims_variants_are_run_at_the_papers_budget():
@@ -181,7 +182,7 @@ def test_reduced_budget_of_alignment_and_speed_follow_their_own_steps():
 def test_claim_on_perplexity_at_top_2(low, high, cells, verdict):
     (entry,) = [entry for entry in read_yaml("claims") if entry["id"] == "T7.4"]
     row = Row(**make_change(None, low, high, seeds=(0,), **cells))
-    assert Claim(**entry).judge([row]).verdict == verdict
+    assert Claim.read(entry).judge([row]).verdict == verdict
 
 
 def make_score(low, high=0.002, model="a", **cells):
@@ -196,8 +197,8 @@ def make_score(low, high=0.002, model="a", **cells):
         ([make_score(-0.002), make_score(-0.002)], "inconclusive"),  # one model of two
         ([make_score(-0.002), make_score(-0.03, model="b")], "inconclusive"),
         ([make_score(-0.002), make_score(-0.08, -0.05, model="b")], "not reproduced"),
-        ([make_score(-0.002), make_score(-0.08, -0.05, model="b").replace(mask_active=False)], "inconclusive"),
-        ([make_score(-0.08, -0.05).replace(mask_active=False)], "mask inactive"),
+        ([make_score(-0.002), make_score(-0.08, -0.05, model="b")._replace(mask_active=False)], "inconclusive"),
+        ([make_score(-0.08, -0.05)._replace(mask_active=False)], "mask inactive"),
     ],
 )
 def test_keeps_follows_the_limit_for_every_model(rows, verdict):

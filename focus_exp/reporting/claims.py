@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import pandas as pd
 
-from focus_exp.reporting.aggregate import Row, aggregate_seeds, is_worse, required_sample
-from focus_exp.reporting.load import Results, read_yaml, select
+from focus_exp.reporting.frame import Row, aggregate_seeds, is_worse, read_yaml, required_sample, select
+from focus_exp.reporting.load import Results
 
 REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = "reproduced", "same direction", "not reproduced"
 INCONCLUSIVE, DIFFERENT_ROUTER, MASK_INACTIVE = "inconclusive", "different router", "mask inactive"
@@ -30,8 +31,8 @@ class Judgement:
     """
 
     verdict: str
-    rows: list[Row] = field(default_factory=list)
-    row: Row = field(default_factory=Row)
+    rows: list[Any] = field(default_factory=list)
+    row: Any = field(default_factory=Row)
     effect: float | None = None
     comparisons: int = 1
 
@@ -41,27 +42,37 @@ class Claim:
     """An entry of claims.yaml, which documents the keys."""
 
     id: str
-    table: str
     claim: str
     paper: str
     experiments: list[str]
     select: dict[str, Any]
-    comparison: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    query: str = ""
+    compare: Callable[[list[Any]], Judgement]
     pick: Literal["", "steps", "tokens"] = ""
     own: dict[str, Any] = field(default_factory=dict)
     steps: int = 4000
     needs: str = ""
 
-    def judge(self, rows: list[Row]) -> Judgement:
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Claim:
+        """Read an entry, whose comparison is named by its function."""
+        (name,) = COMPARISONS.keys() & entry.keys()
+        fields = {key: value for key, value in entry.items() if key != name}
+        return cls(**fields, compare=partial(COMPARISONS[name], **entry[name]))
+
+    @property
+    def table(self) -> str:
+        """Return the table of the paper."""
+        name = self.id.partition(".")[0]
+        return {"DG": "d_g", "S5": "section 5", "LC": "long context"}.get(name, name)
+
+    def judge(self, rows: list[Any]) -> Judgement:
         """Compare rows aggregated over seeds with the claim."""
         if not rows:
             return Judgement(OUT_OF_SCOPE if self.needs else NOT_RUN)
         if self.pick:
             most = max(getattr(row, self.pick) or 0 for row in rows)
             rows = [row for row in rows if (getattr(row, self.pick) or 0) == most]
-        return COMPARISONS[self.comparison](rows, **self.arguments)
+        return self.compare(rows)
 
     def is_reduced(self, judgement: Judgement) -> bool:
         """Return whether what was compared was trained for under a quarter of the paper's steps."""
@@ -81,17 +92,19 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
         minutes: wall time of the runs behind it; runs: their folders.
     `attrs["rows"]`: the measurement that decides each claim, by its id.
     """
-    rows = [row for row in results.complete if row.dtype != "bfloat16" or "no native bfloat16" not in row.device]
-    judged = [_evaluate(Claim(**entry), rows, results) for entry in read_yaml("claims")]
+    rows = results.complete
+    emulated = (rows["dtype"] == "bfloat16") & rows.device.str.contains("no native bfloat16", na=False).astype(bool)
+    rows = rows[~emulated]
+    judged = [_evaluate(Claim.read(entry), rows, results) for entry in read_yaml("claims")]
     frame = pd.DataFrame([cells for cells, _ in judged]).astype(dict.fromkeys(INTEGERS, "Int64"))
     frame.attrs["rows"] = {cells["id"]: row for cells, row in judged}
     return frame
 
 
-def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str, Any], Row]:
-    candidates = [row for row in rows if row.experiment in claim.experiments and row.error is None]
+def _evaluate(claim: Claim, frame: pd.DataFrame, results: Results) -> tuple[dict[str, Any], Any]:
+    candidates = select(frame, {"experiment": claim.experiments, "error": None})
     paper, own = (
-        aggregate_seeds(select(candidates, cells, claim.query)) if cells else []
+        aggregate_seeds(select(candidates, cells)) if cells else []
         for cells in (claim.select, claim.own and claim.select | claim.own)
     )
     judgement, other = claim.judge(paper), claim.judge(own)
@@ -130,7 +143,7 @@ def _evaluate(claim: Claim, rows: list[Row], results: Results) -> tuple[dict[str
 
 
 def below(
-    rows: list[Row],
+    rows: list[Any],
     limit: float = 0.0,
     limit_ratio: list[float] | None = None,
     paper_ratio: list[float] | None = None,
@@ -169,7 +182,7 @@ def _log_ratio(pair: list[float]) -> float:
     return math.log(pair[0] / pair[1])
 
 
-def _highest(rows: list[Row]) -> Row:
+def _highest(rows: list[Any]) -> Any:
     return max(rows, key=lambda row: (row.value is None, row.high is None, row.high or row.value or 0.0))
 
 
@@ -183,7 +196,7 @@ def _side(row: Row, limit: float) -> int:
 
 
 def at_least(
-    rows: list[Row], limit: float | Mapping[int, float], gpu: bool = False, most: float = math.inf
+    rows: list[Any], limit: float | Mapping[int, float], gpu: bool = False, most: float = math.inf
 ) -> Judgement:
     """Compare values with a lower limit, by length [tokens] if `limit` is a mapping.
 
@@ -208,13 +221,13 @@ def at_least(
     return Judgement(SAME_DIRECTION if other_size else REPRODUCED, compared, compared[-1])
 
 
-def collapses(rows: list[Row], limit: float, dead: float, steps: int, claimed: bool = True) -> Judgement:
+def collapses(rows: list[Any], limit: float, dead: float, steps: int, claimed: bool = True) -> Judgement:
     """Test whether a group holds `limit` of the tokens, or `dead` of the groups are empty: the maxima over a phase.
 
     All setups must agree, and training must last `steps` unless the router collapses before. claimed: whether the
     paper says that it collapses.
     """
-    setups: dict[tuple[str, ...], dict[str, Row]] = {}
+    setups: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
         setups.setdefault((row.setup, row.variant, row.variant_setup, row.phase), {})[row.metric] = row
     sides = set()
@@ -231,7 +244,7 @@ def collapses(rows: list[Row], limit: float, dead: float, steps: int, claimed: b
     return Judgement(REPRODUCED if (sides == {SHOWN}) is claimed else NOT_REPRODUCED, rows, widest)
 
 
-def drops(rows: list[Row], claimed: bool, effect: float | None = None) -> Judgement:
+def drops(rows: list[Any], claimed: bool, effect: float | None = None) -> Judgement:
     """Test whether a score drops (Bonferroni).
 
     claimed: whether the paper says so; if not, where the mask is active. effect: the paper's largest drop.
@@ -245,7 +258,7 @@ def drops(rows: list[Row], claimed: bool, effect: float | None = None) -> Judgem
     return Judgement(INCONCLUSIVE, compared, hardest, effect=effect, comparisons=len(compared))
 
 
-def keeps(rows: list[Row], limit: float, by: str, count: int) -> Judgement:
+def keeps(rows: list[Any], limit: float, by: str, count: int) -> Judgement:
     """Test whether scores drop by at most `limit` for every value of a column, of which the paper has `count`.
 
     Rows with an inactive mask are left out. A drop beyond the limit refutes (Bonferroni).
@@ -264,11 +277,11 @@ def keeps(rows: list[Row], limit: float, by: str, count: int) -> Judgement:
     return Judgement(REPRODUCED if is_whole and _low(lowest) > -limit else INCONCLUSIVE, active, lowest, effect=limit)
 
 
-def _low(row: Row) -> float:
+def _low(row: Any) -> float:
     return float(row.value if row.low is None else row.low)
 
 
-def _high(row: Row) -> float:
+def _high(row: Any) -> float:
     return float(row.value if row.high is None else row.high)
 
 

@@ -8,36 +8,39 @@ from xml.sax.saxutils import escape
 
 import pandas as pd
 
-from focus_exp.reporting.aggregate import Row
 from focus_exp.reporting.figures import COLORS
 from focus_exp.reporting.format import ABSENT, format_number, format_significant, percent
-from focus_exp.reporting.load import Results, select
+from focus_exp.reporting.frame import select, to_rows
+from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_tables import paper_rows
 
 PLACE = ("run", "layer", "head")
 KEYS = [*PLACE, "group", "causal", "model", "data", "agreement", "word_class", "purity", "size", "tokens"]
+GROUP_CELLS = (*PLACE, "group", "model", "data", "word_class")  # recorded of each
 SHOWN_PAIRS = 10
 LINE = 100  # characters of a passage's line
 CHARACTER, HEIGHT = 7.8, 20  # of a monospaced font of 13 pixels [pixels]
 
 
-def latest_analyses(results: Results) -> list[Row]:
+def latest_analyses(results: Results) -> pd.DataFrame:
     """Return the measurements of the last analysis of each kind of router, the paper's and this project's."""
-    latest = {(row.attention, row.is_causal): row.run for row in select(results.complete, {"source": "word groups"})}
-    return [row for run in latest.values() for row in results.rows_by_run[run]]
+    groups = select(results.complete, {"source": "word groups"})
+    latest = dict(zip(zip(groups.attention, groups.is_causal, strict=True), groups.run, strict=True))
+    return pd.concat([results.complete[:0], *(results.rows_by_run[run] for run in latest.values())])
 
 
-def describe_groups(rows: list[Row]) -> pd.DataFrame:
+def describe_groups(rows: pd.DataFrame) -> pd.DataFrame:
     """Return one row for each group of each layer.
 
     Columns: size: fraction of the tokens; word_class, purity: the most frequent class and its fraction; tokens: the
     most distinctive ones, each with how often the group and the text have it; the fraction of each class; agreement:
     adjusted mutual information of the layer's groups and the classes.
     """
-    agreement = {_place(row): row.value for row in select(rows, {"source": "analysis", "metric": "ami trained"})}
+    measured = select(rows, {"source": "analysis", "metric": "ami trained"})
+    agreement = {_place(row): row.value for row in to_rows(measured)}
     made: dict[Any, dict[str, Any]] = {}
     classes: dict[str, float] = {}
-    for row in select(rows, {"source": "word groups"}):
+    for row in to_rows(select(rows, {"source": "word groups"})):
         cells = made.setdefault((*_place(row), row.group), {"agreement": agreement.get(_place(row)), "tokens": ""})
         if row.metric == "class_fraction":
             cells[row.word_class] = row.value
@@ -45,16 +48,16 @@ def describe_groups(rows: list[Row]) -> pd.DataFrame:
         elif row.metric == "group_purity":
             cells["purity"] = row.value
         else:
-            cells |= {name: getattr(row, name) for name in KEYS if getattr(row, name) is not None}
+            cells |= {name: getattr(row, name) for name in GROUP_CELLS if getattr(row, name) is not None}
             cells |= {"size": row.value, "causal": row.is_causal, "tokens": _list_tokens(row)}
     return pd.DataFrame(made.values(), columns=[*KEYS, *sorted(classes, key=lambda name: -classes[name])])
 
 
-def _place(row: Row) -> tuple[Any, ...]:
+def _place(row: Any) -> tuple[Any, ...]:
     return tuple(getattr(row, name) for name in PLACE)
 
 
-def _list_tokens(row: Row) -> str:
+def _list_tokens(row: Any) -> str:
     """List tokens as code, with their occurrences where the record has them."""
     code = ["`" + (token.replace("`", "'") or " ") + "`" for token in row.tokens]
     if row.token_counts is None:  # an early record
@@ -84,7 +87,7 @@ def name_group(row: dict[str, Any]) -> str:
     return f"{row['word_class']} ({format_number(percent(row['purity']), 0)} %)"
 
 
-def groups_by_layer(rows: list[Row]) -> pd.DataFrame:
+def groups_by_layer(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the groups of all layers of a run as text."""
     groups = describe_groups(rows)
     return groups_table(groups) if len(groups) else groups
@@ -97,13 +100,13 @@ def closest_layer(groups: pd.DataFrame) -> pd.DataFrame:
     return groups[same[0] & same[1] & same[2]]
 
 
-def list_pairs(rows: list[Row]) -> pd.DataFrame:
+def list_pairs(rows: pd.DataFrame) -> pd.DataFrame:
     """Return distant pairs of one group, of the passage, with their words and positions, highest affinity first.
 
     Those of the paper come first; it names no layer.
     """
     paper = [{"run": "paper", **row} for row in paper_rows("groups_section5_pairs")]
-    unique = {(*_place(row), row.query, row.key): row for row in select(rows, {"source": "pairs"})}
+    unique = {(*_place(row), row.query, row.key): row for row in to_rows(select(rows, {"source": "pairs"}))}
     pairs = sorted(unique.values(), key=lambda row: (row.run, -row.value))
     kept = [[*part][:SHOWN_PAIRS] for _, part in groupby(pairs, lambda row: row.run)]
     ours = [
@@ -132,7 +135,7 @@ def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def pairs_of_run(rows: list[Row]) -> pd.DataFrame:
+def pairs_of_run(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the pairs of a run as text, next to the paper's."""
     pairs = list_pairs(rows)
     return pairs_table(pairs) if len(pairs) else pairs
@@ -142,15 +145,15 @@ def _show_word(word: str, position: float) -> str:
     return f"`{word.strip() or repr(word)[1:-1]}` ({int(position)})"
 
 
-def draw_passages(rows: list[Row]) -> dict[str, str]:
+def draw_passages(rows: pd.DataFrame) -> dict[str, str]:
     """Return the passage of each run coloured by group, as SVG by name: passage, or passage_paper for the paper's."""
-    passages = select(rows, {"source": "passage"})
+    passages = to_rows(select(rows, {"source": "passage"}))
     return {"passage_paper" if row.is_causal is False else "passage": draw_passage(row, rows) for row in passages}
 
 
-def draw_passage(passage: Row, rows: list[Row]) -> str:
+def draw_passage(passage: Any, rows: pd.DataFrame) -> str:
     """Return an SVG of a passage's text, each token on the colour of its group."""
-    groups = describe_groups([row for row in rows if _place(row) == _place(passage)])
+    groups = describe_groups(select(rows, {name: getattr(passage, name) for name in PLACE}))
     names = {row["group"]: f"{row['group']}: {name_group(row)}" for row in groups.to_dict("records")}
     where = f"layer {passage.layer}" + ("" if passage.head is None else f", head {passage.head}")
     titles = f"{passage.model} on {passage.data}", f"Groups of {where}, each named by its most frequent word class"

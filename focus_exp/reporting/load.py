@@ -1,23 +1,19 @@
-"""Load all runs below a directory, variants joined into their comparisons."""
+"""Load all runs below a directory into one frame, variants joined into their comparisons."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import cache, cached_property
-from importlib.resources import files
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pandas as pd
-import yaml
 
-from focus_exp.reporting.aggregate import Row
+from focus_exp.reporting.frame import COLUMNS, RUN_FACTS, VARIANT_FACTS, Row, matches, read_yaml, select, to_frame
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
@@ -28,13 +24,7 @@ from focus_exp.results.setup import setup_key
 
 QUICK = "quick"
 QUALITY = ("perplexity", "nll", "nll_change")
-OF_RUN = (  # facts of the comparison or single run that its rows have
-    *("run", "experiment", "seed", "started", "status", "device", "device_kind", "setup", "is_variant", "is_causal"),
-)
-OF_VARIANT = (  # facts of the variant's own run
-    *("requested_model", "model", "data", "seq_len", "window", "num_groups", "attention", "train_tokens"),
-    *("steps", "model_params", "commit", "lora_rank", "architecture"),
-)
+SUBJECT_METRICS = ("perplexity", "nll", "distant_density", "largest_group_fraction", "training_tokens")  # of a subject
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,32 +32,24 @@ class Results:
     """The runs below a directory.
 
     runs: provenance by run (the path below the directory), oldest first, variants of comparisons last.
-    rows: one for each run, subject and metric: the columns of the measurement with its settings, the facts `OF_RUN` and
-        `OF_VARIANT`, and those below; a comparison has the rows of its variants.
-        source: rows, phases (quality), benchmarks, probes, speed, method_speed, groups
-        metric: perplexity, nll, nll_change, score, score_change, speedup, peak_memory, dominance, ...
-        level, reference_level: both sides of a difference
-        primary: the row that represents its run, variant or task; sparsity, density: of the causal QK pairs
-        setup, variant_setup: equal for runs that differ in the seed only
+    rows: one for each run, subject and metric, with the columns of `frame.COLUMNS`; a comparison has the rows of its
+        variants.
     """
 
     runs: pd.DataFrame
-    rows: list[Row]
+    rows: pd.DataFrame
     is_quick: bool = False
     root: Path | None = None
 
     @cached_property
-    def complete(self) -> list[Row]:
+    def complete(self) -> pd.DataFrame:
         """Rows of finished runs; variants as rows of their comparisons."""
-        return [row for row in self.rows if row.status == "finished" and not row.is_variant]
+        return select(self.rows, {"status": "finished", "is_variant": [False, None]})
 
     @cached_property
-    def rows_by_run(self) -> dict[str, list[Row]]:
+    def rows_by_run(self) -> dict[str, pd.DataFrame]:
         """Rows of every finished run, oldest first."""
-        rows: dict[str, list[Row]] = {}
-        for row in self.complete:
-            rows.setdefault(row.run, []).append(row)
-        return rows
+        return dict([*self.complete.groupby("run", sort=False)])
 
 
 class Run:
@@ -78,19 +60,18 @@ class Run:
         self.facts = describe_run(name, self.record)
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Any]:
         rows, primary = [to_row(m) for m in self.record.measurements], self.record.primary_variant
         parts = (quality_rows(rows, primary), benchmark_rows(rows), probe_rows(rows), speed_rows(rows))
         router = {"causal": self.facts["is_causal"], "name": self.record.method.get("name")}
-        groups = (row.replace(**router) for row in group_rows(rows))
-        made = [row for part in (*parts, groups, detail_rows(rows)) for row in part]
-        facts = {name: self.facts[name] for name in OF_VARIANT}
-        rows = [row.replace(**facts) for row in made]
-        parameters = trained_parameters(self.record)
-        for row in rows:
+        groups = (row._replace(**router) for row in group_rows(rows))
+        facts = {name: self.facts[name] for name in VARIANT_FACTS}
+        parameters, joined = trained_parameters(self.record), []
+        for row in [row._replace(**facts) for part in (*parts, groups, detail_rows(rows)) for row in part]:
             if row.source == "rows" and row.trainable_params is None:
-                row.trainable_params = parameters
-        return [row.replace(train_tokens=int(row.own_tokens)) if row.own_tokens else row for row in rows]
+                row = row._replace(trainable_params=parameters)
+            joined.append(row._replace(train_tokens=int(row.own_tokens)) if row.own_tokens else row)
+        return joined
 
 
 def load_results(root: Path, budget: str = "") -> Results:
@@ -170,7 +151,7 @@ def name_architecture(record: Record) -> str | None:
     )
 
 
-def to_row(m: Measurement) -> Row:
+def to_row(m: Measurement) -> Any:
     """Return the columns and settings of a measurement, None for missing ones."""
     value, low, high, density = (None if x is None or math.isnan(x) else x for x in (m.value, m.low, m.high, m.density))
     phase, case = m.settings.get("phase"), str(m.settings) if "clock" in m.settings else None
@@ -180,10 +161,11 @@ def to_row(m: Measurement) -> Row:
         "reference": m.reference or None, "density": density, "sparsity": None if density is None else 1 - density,
         "case": case,
     }  # fmt: skip
-    return Row(**{"causal": True} | m.settings | cells)
+    settings = {key: cell for key, cell in m.settings.items() if key in COLUMNS and key not in ("source", "stderr")}
+    return Row(**{"causal": True} | settings | cells)
 
 
-def is_mask_active(row: Row) -> bool | None:
+def is_mask_active(row: Any) -> bool | None:
     """Return whether the mask prunes >= 5 % of the QK pairs; None without a mask."""
     is_soft = row.kind == "soft" or (row.kind == "causal_counterpart" and row.top_k is None)
     if is_soft or row.kind in ("base", "trained", "missing") or row.method in WITHOUT_MASK or row.sparsity is None:
@@ -191,11 +173,11 @@ def is_mask_active(row: Row) -> bool | None:
     return bool(row.sparsity >= MIN_SPARSITY)
 
 
-def standard_error(row: Row, dof: float | None) -> float | None:
+def standard_error(row: Any, dof: float | None) -> float | None:
     return None if dof is None or row.low is None else (row.high - row.low) / 2 / student(dof)
 
 
-def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
+def quality_rows(rows: list[Any], primary: str) -> Iterator[Any]:
     """Yield perplexity, loss and its paired changes, for each routing, control and phase."""
     subjects: dict[str, dict[str, Any]] = {}  # what else was measured of each
     for row in rows:
@@ -204,31 +186,32 @@ def quality_rows(rows: list[Row], primary: str) -> Iterator[Row]:
     for row in rows:
         if row.kind is None or row.task is not None or row.metric not in QUALITY:
             continue
-        other = Row(**subjects.get(row.subject, {}))
-        made = row.replace(
-            source="phases" if row.phase else "rows", variant=None, own_nll=other.nll, mask_active=is_mask_active(row),
-            distant_density=other.distant_density, largest_group=other.largest_group_fraction, dof=None, n=None,
-            own_tokens=other.training_tokens, primary=row.variant == primary and not row.phase,
+        other = dict.fromkeys(SUBJECT_METRICS) | subjects.get(row.subject, {})
+        made = row._replace(
+            source="phases" if row.phase else "rows", variant=None, own_nll=other["nll"],
+            mask_active=is_mask_active(row), distant_density=other["distant_density"],
+            largest_group=other["largest_group_fraction"], dof=None, n=None,
+            own_tokens=other["training_tokens"], primary=row.variant == primary and not row.phase,
             trainable_params=0 if row.kind == "base" else None,
         )  # fmt: skip
         if row.metric == "nll_change":
-            made = made.replace(
-                level=other.perplexity, reference=name_reference(row),
-                reference_level=None if other.nll is None else exp(other.nll - row.value),
+            made = made._replace(
+                level=other["perplexity"], reference=name_reference(row),
+                reference_level=None if other["nll"] is None else exp(other["nll"] - row.value),
             )  # fmt: skip
             if row.low is not None:
-                made = made.replace(dof=row.dof or 1.0, n_units=row.n, stderr=standard_error(row, row.dof or 1.0))
+                made = made._replace(dof=row.dof or 1.0, n_units=row.n, stderr=standard_error(row, row.dof or 1.0))
         yield made
 
 
-def name_reference(row: Row) -> str:
+def name_reference(row: Any) -> str:
     """Return what a change is from; a soft or non-causal counterpart has the name of its kind."""
     if row.kind == "causal_counterpart" and row.reference != "base":
         return "non-causal counterpart"
     return "soft" if row.kind == "hard" and row.reference.endswith("_soft") else str(row.reference)
 
 
-def benchmark_rows(rows: list[Row]) -> Iterator[Row]:
+def benchmark_rows(rows: list[Any]) -> Iterator[Any]:
     """Yield scores of tasks and their paired changes from full attention."""
     rows = [row for row in rows if row.task is not None]
     density = {(row.variant, row.task): row.value for row in rows if row.metric.startswith("distant_density:")}
@@ -246,7 +229,7 @@ def benchmark_rows(rows: list[Row]) -> Iterator[Row]:
             }  # fmt: skip
             if score is not None and row.value is not None:
                 cells["reference_level"] = score * exp(-row.value) if row.unit == "nats" else score - row.value
-        yield row.replace(
+        yield row._replace(
             **cells, source="benchmarks", subject=f"{row.variant} {row.task} {row.lm_eval_metric or ''}", name=None,
             tokens=row.seq_len, mask_active=is_mask_active(row), distant_density=density.get((row.variant, row.task)),
             primary=row.primary_metric, deciding=row.deciding_metric, task_metric=row.lm_eval_metric,
@@ -254,13 +237,13 @@ def benchmark_rows(rows: list[Row]) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def probe_rows(rows: list[Row]) -> Iterator[Row]:
+def probe_rows(rows: list[Any]) -> Iterator[Any]:
     """Yield the last probe and the maximum of each phase."""
-    phases: dict[str, list[Row]] = {}
+    phases: dict[str, list[Any]] = {}
     for row in rows:
         if row.step is not None and row.phase is not None:
             metric = "stability" if row.metric == "assignment_overlap" else row.metric
-            probe = row.replace(source="probes", variant=None, name="router", metric=metric)
+            probe = row._replace(source="probes", variant=None, name="router", metric=metric)
             phases.setdefault(row.phase, []).append(probe)
     for probes in phases.values():
         end = max(row.step for row in probes)
@@ -268,10 +251,10 @@ def probe_rows(rows: list[Row]) -> Iterator[Row]:
         for metric in ("dominance", "dead_groups"):
             trained = [row for row in probes if row.metric == metric and (row.step > 0 or end == 0)]
             if trained := [row for row in trained if row.value is not None]:
-                yield max(trained, key=lambda row: row.value).replace(metric=f"{metric}_most", step=end)
+                yield max(trained, key=lambda row: row.value)._replace(metric=f"{metric}_most", step=end)
 
 
-def speed_rows(rows: list[Row]) -> list[Row]:
+def speed_rows(rows: list[Any]) -> list[Any]:
     """Return speedups and ratios of peak memory, each with both sides."""
     sides: dict[Any, float | None] = {}
     for row in rows:
@@ -287,16 +270,17 @@ def speed_rows(rows: list[Row]) -> list[Row]:
                 "reference_level": None if full is None else factor * full,
             }  # fmt: skip
             if metric == row.metric:
-                made.append(row.replace(**cells))
+                made.append(row._replace(**cells))
             elif ours is not None and full is not None:
-                made.append(row.replace(**cells, metric=metric, unit="x", value=ours / full))
+                made.append(row._replace(**cells, metric=metric, unit="x", value=ours / full))
     return made
 
 
-def group_rows(rows: list[Row]) -> Iterator[Row]:
+def group_rows(rows: list[Any]) -> Iterator[Any]:
     """Yield medians over layers of the groups; the paper does not name its layers."""
     columns = ["variant", "metric", "layer", "head", "word_class", "value"]
-    frame = pd.DataFrame([vars(row) for row in rows if row.variant == "router"], columns=columns)
+    cells = [[getattr(row, name) for name in columns] for row in rows if row.variant == "router"]
+    frame = pd.DataFrame(cells, columns=columns)
     values = {name: part for name, part in frame.groupby("metric")}
     if "layer_confidence" not in values:
         return
@@ -315,20 +299,20 @@ def group_rows(rows: list[Row]) -> Iterator[Row]:
         yield Row(source="groups", metric=metric, value=value, unit="fraction")
 
 
-def detail_rows(rows: list[Row]) -> Iterator[Row]:
+def detail_rows(rows: list[Any]) -> Iterator[Any]:
     """Yield the analysis of the groups, continuations, and costs by word class."""
     sources = {"pair_affinity": "pairs", "passage_groups": "passage"}
     sources |= dict.fromkeys(("group_fraction", "group_purity", "class_fraction"), "word groups")
     for row in rows:
         if row.metric in sources and (row.word_class is not None or row.metric in ("pair_affinity", "passage_groups")):
-            yield row.replace(source=sources[row.metric], variant=None)
+            yield row._replace(source=sources[row.metric], variant=None)
         if row.router is not None or row.metric in ("layer_confidence", "passage_distant_density"):
             metric = f"{row.metric} {row.router}" if row.router else row.metric
-            yield row.replace(source="analysis", metric=metric, variant=None)
+            yield row._replace(source="analysis", metric=metric, variant=None)
         elif row.prompt is not None:
-            yield row.replace(source="generation")
+            yield row._replace(source="generation")
         elif row.metric.startswith("class_nll"):
-            yield row.replace(source="costs", variant=row.word_class, metric=f"{row.metric} {row.variant}")
+            yield row._replace(source="costs", variant=row.word_class, metric=f"{row.metric} {row.variant}")
 
 
 def join_runs(runs: dict[str, Run]) -> Results:
@@ -338,7 +322,7 @@ def join_runs(runs: dict[str, Run]) -> Results:
     for run in sorted(runs.values(), key=lambda run: (run.facts["is_variant"], run.record.started)):
         others = {name: loaded.get(id(record)) or Run(name, record, {}) for name, record in run.variants.items()}
         pairs = [(variant, others.get(variant.name)) for variant in run.record.variants]
-        shared, name = {name: run.facts[name] for name in OF_RUN}, run.facts["variant"]
+        shared, name = {name: run.facts[name] for name in RUN_FACTS}, run.facts["variant"]
         total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
         seconds = None if None in total else sum(filter(None, total))
         facts.append(run.facts | {"total_seconds": seconds})
@@ -347,9 +331,9 @@ def join_runs(runs: dict[str, Run]) -> Results:
             made = join_variants(pairs)
             made += differences(run, made)
         else:
-            made = [row.replace(variant=name) for row in run.rows] if name else run.rows
-        rows += [row.replace(**shared) for row in made]
-    return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), rows)
+            made = [row._replace(variant=name) for row in run.rows] if name else run.rows
+        rows += [row._replace(**shared) for row in made]
+    return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), to_frame(rows))
 
 
 def trained_parameters(record: Record) -> int:
@@ -357,10 +341,10 @@ def trained_parameters(record: Record) -> int:
     return int(record.method.get("trainable_parameters") or 0) if record.tokens_seen else 0
 
 
-def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
+def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Any]:
     """Return the rows of a comparison: of the base and of each variant its primary ones."""
-    base: list[Row] = []
-    rows: list[Row] = []
+    base: list[Any] = []
+    rows: list[Any] = []
     for variant, run in pairs:
         if run is None:
             continue
@@ -369,11 +353,11 @@ def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Row]:
         if not base and any(row.kind == "base" and row.source == "rows" for row in run.rows):
             base = [row for row in run.rows if row.kind in ("base", "missing") and row.source in ("rows", "benchmarks")]
         primary = next((r for r in run.rows if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
-        rows += [row.replace(**named) for row in run.rows if represents(row, primary)]
-    return [*(row.replace(variant=None) for row in base), *rows]
+        rows += [row._replace(**named) for row in run.rows if represents(row, primary)]
+    return [*(row._replace(variant=None) for row in base), *rows]
 
 
-def represents(row: Row, primary: Row) -> bool:
+def represents(row: Any, primary: Row) -> bool:
     """Return whether a row of a variant's run is one of its comparison."""
     if row.source == "rows":
         return row.subject == primary.subject and row.reference in (None, "base")
@@ -402,9 +386,9 @@ def claimed_changes(run: Run) -> list[Measurement]:
     return [m for m in again.measurements if (m.variant, m.reference) in wanted]
 
 
-def differences(run: Run, rows: list[Row]) -> list[Row]:
+def differences(run: Run, rows: list[Any]) -> list[Any]:
     """Return the paired changes between variants of a comparison, in both directions."""
-    levels: dict[tuple[str, str], Row] = {}
+    levels: dict[tuple[str, str], Any] = {}
     for row in rows:
         if row.source == "rows" and row.variant is not None:
             levels.setdefault((row.variant, row.metric), row)
@@ -422,41 +406,14 @@ def differences(run: Run, rows: list[Row]) -> list[Row]:
         for sign, mine, theirs in ((1, ours, other), (-1, other, ours)):
             low, high = (None, None) if m.low is None or m.high is None else sorted((sign * m.low, sign * m.high))
             level, reference_level = shown[::sign]
-            row = mine.replace(
+            row = mine._replace(
                 metric="nll_change", unit="nats", value=sign * m.value, low=low, high=high, level=level,
                 reference_level=reference_level, reference=theirs.variant, dof=change.dof, n_units=change.n_units,
                 reference_causal=theirs.causal, reference_params=theirs.trainable_params,
                 reference_setup=theirs.variant_setup, primary=True if sign > 0 else None,
                 reversed=True if sign < 0 else None,
+                size_ratio=mine.trainable_params / theirs.trainable_params if theirs.trainable_params else None,
+                same_prefix=mine.variant.rpartition("_")[0] == theirs.variant.removesuffix("_full"),
             )  # fmt: skip
-            made.append(row.replace(stderr=standard_error(row, row.dof)))
+            made.append(row._replace(stderr=standard_error(row, row.dof)))
     return made
-
-
-def select(rows: Iterable[Row], cells: dict[str, Any], query: str = "") -> list[Row]:
-    """Return the rows with these cells (see `matches`) for which `query` holds.
-
-    query: a Python condition on the attributes of a row; a comparison with a missing cell does not hold.
-    """
-    kept = [row for row in rows if all(matches(getattr(row, key), wanted) for key, wanted in cells.items())]
-    return [row for row in kept if _holds(query, row)] if query else kept
-
-
-def _holds(query: str, row: Row) -> bool:
-    try:
-        return bool(eval(query, {"__builtins__": {}}, defaultdict(lambda: None, vars(row))))
-    except (TypeError, AttributeError):
-        return False
-
-
-def matches(cell: Any, wanted: Any) -> bool:
-    """Return whether a cell equals `wanted`, one of a list, or a pattern with *."""
-    if isinstance(wanted, list):
-        return any(matches(cell, one) for one in wanted)
-    return bool(cell == wanted) or (isinstance(cell, str) and isinstance(wanted, str) and fnmatchcase(cell, wanted))
-
-
-@cache
-def read_yaml(name: str) -> Any:
-    """Return the content of a YAML file of this package."""
-    return yaml.safe_load((files("focus_exp.reporting") / f"{name}.yaml").read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from pathlib import Path
 import pandas as pd
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.load import read_yaml
+from focus_exp.reporting.frame import read_yaml
 
 PAGES = (Path("README.md"), Path("docs", "results.md"), Path("runs", "records", "conclusions.md"))
 MARKER = re.compile(r"(<!--= (\w+)(.*?) -->)(.*?)(<!--/-->)", re.DOTALL)

@@ -23,6 +23,7 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
+from focus_exp.reporting.frame import read_yaml
 from focus_exp.reporting.groups import (
     closest_layer,
     describe_groups,
@@ -32,9 +33,10 @@ from focus_exp.reporting.groups import (
     list_pairs,
     pairs_table,
 )
-from focus_exp.reporting.load import Results, read_yaml
+from focus_exp.reporting.load import Results
 from focus_exp.reporting.pages import fill
-from focus_exp.reporting.paper_tables import Column, Spec, paper_rows, paper_tables
+from focus_exp.reporting.paper_specs import Column, Spec
+from focus_exp.reporting.paper_tables import paper_rows, paper_tables
 from focus_exp.storage import replace_file
 
 REPORT = "report"
@@ -110,7 +112,7 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
         "files for one seed. † mask inactive (under 5 % of the pairs pruned). ‡ non-causal router.",
     ]
     for name, table in content.items():
-        if "spec" in table.attrs and table.attrs["spec"].shown:
+        if "spec" in table.attrs and table.attrs["spec"].is_shown:
             parts += render_section(name, table)
     parts += render_groups(content, draw_passages(latest_analyses(results)))
     figures = ("![Perplexity change and speedup](figures/figure1.svg)", "![Speedup by length](figures/speed.svg)")

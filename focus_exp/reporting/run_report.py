@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.aggregate import Row
 from focus_exp.reporting.figures import loss_curves, save_figures
 from focus_exp.reporting.format import (
     ABSENT,
@@ -23,9 +22,10 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
+from focus_exp.reporting.frame import read_yaml, select, to_rows
 from focus_exp.reporting.groups import draw_passages, groups_by_layer, pairs_of_run
-from focus_exp.reporting.load import Results, load_run, read_log, read_yaml, select
-from focus_exp.reporting.paper_tables import BASE
+from focus_exp.reporting.load import Results, load_run, read_log
+from focus_exp.reporting.paper_specs import BASE
 from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import replace_file
 
@@ -61,7 +61,8 @@ def title_of(results: Results) -> str:
 def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     """Return the tables of a run as Markdown, provenance once below."""
     run = results.runs.iloc[-1]
-    tokens = {row.name: f"{row.name} {row.train_tokens}" for row in results.rows if row.own_tokens}
+    own = results.rows[results.rows.own_tokens.notna()]
+    tokens = {name: f"{name} {count}" for name, count in zip(own["name"], own.train_tokens, strict=True)}
     facts = {
         "model": run.model, "data": run.data, "device": run.device, "seed": run.seed, "steps": run.steps,
         "training tokens": ", ".join([str(run.train_tokens), *tokens.values()]),
@@ -84,18 +85,17 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def run_tables(rows: list[Row]) -> dict[str, pd.DataFrame]:
+def run_tables(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Return the tables of a run as text by name."""
     made = {name: make(rows) for name, make in RUN_TABLES.items()}
     return {name: frame for name, frame in made.items() if not frame.empty}
 
 
-def quality_table(rows: list[Row]) -> pd.DataFrame:
+def quality_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Perplexity and its paired changes; one row for each routing, control or variant."""
-    rows = select(rows, {"source": "rows"})
-    scored = select(rows, {"metric": "perplexity"})
+    scored = to_rows(select(rows, {"source": "rows", "metric": "perplexity"}))
     reference = next((row.variant or row.name for row in scored if row.primary), BASE)
-    changes = {_key(row): row for row in reversed(rows) if row.metric == "nll_change"}
+    changes = {_key(row): row for row in to_rows(select(rows, {"source": "rows", "metric": "nll_change"})[::-1])}
     shown = [
         {
             "variant": row.variant or row.name,
@@ -118,11 +118,11 @@ def without_repeated_routing(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns="routing") if len(frame) and (frame.routing == frame.variant).all() else frame
 
 
-def _key(row: Row, reference: str | None = None) -> tuple[Any, ...]:
+def _key(row: Any, reference: str | None = None) -> tuple[Any, ...]:
     return row.subject, row.variant, reference or row.reference
 
 
-def _change(row: Row | None) -> str:
+def _change(row: Any) -> str:
     if row is None:
         return ABSENT
     scale = SCALES.get(row.unit)
@@ -130,12 +130,12 @@ def _change(row: Row | None) -> str:
     return format_interval(value, low, high, sign=True)
 
 
-def benchmark_table(rows: list[Row]) -> pd.DataFrame:
+def benchmark_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Return scores and paired changes from full attention, in per cent and points."""
-    rows = select(rows, {"source": "benchmarks"})
-    changes = {_key(row, BASE): row for row in reversed(rows) if row.metric == "score_change"}
+    changed = to_rows(select(rows, {"source": "benchmarks", "metric": "score_change"})[::-1])
+    changes = {_key(row, BASE): row for row in changed}
     shown = []
-    for row in select(rows, {"metric": "score"}):
+    for row in to_rows(select(rows, {"source": "benchmarks", "metric": "score"})):
         fraction = row.unit == "fraction"
         shown.append(
             {
@@ -156,7 +156,7 @@ def benchmark_table(rows: list[Row]) -> pd.DataFrame:
     return without_repeated_routing(pd.DataFrame(shown))
 
 
-def speed_table(rows: list[Row]) -> pd.DataFrame:
+def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Return times next to full attention."""
     shown = [
         {
@@ -171,21 +171,17 @@ def speed_table(rows: list[Row]) -> pd.DataFrame:
             "speedup": format_significant(row.value),
             "path": row.path or ABSENT,
         }
-        for row in select(rows, {"metric": "speedup"})
+        for row in to_rows(select(rows, {"metric": "speedup"}))
     ]
     return pd.DataFrame(shown)
 
 
-def pivot_table(rows: list[Row], source: str, index: list[str]) -> pd.DataFrame:
+def pivot_table(rows: pd.DataFrame, source: str, index: list[str]) -> pd.DataFrame:
     """Return a row for each `index`, a column for each metric; means over prompts."""
-    cells = [
-        {name: ABSENT if (cell := getattr(row, name)) is None else str(cell) for name in index}
-        | {"metric": row.metric, "value": row.value}
-        for row in select(rows, {"source": source})
-    ]
-    if not cells:
+    frame = select(rows, {"source": source})[[*index, "metric", "value"]].astype({"value": float})
+    if frame.empty:
         return pd.DataFrame()
-    frame = pd.DataFrame(cells).astype({"value": float})
+    frame[index] = frame[index].map(lambda cell: ABSENT if cell is None else str(cell))
     wide = frame.pivot_table(index=index, columns="metric", values="value", sort=False).reset_index()
     wide = wide.drop(columns=[name for name in index if (wide[name] == ABSENT).all()]).rename(columns=label_metric)
     return wide.map(lambda cell: cell if isinstance(cell, str) else format_significant(cell))
@@ -197,7 +193,7 @@ def label_metric(name: str) -> str:
     return f"{read_yaml('tables')['labels'].get(metric, metric.replace('_', ' '))} {rest}".strip()
 
 
-RUN_TABLES: dict[str, Callable[[list[Row]], pd.DataFrame]] = {
+RUN_TABLES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "Quality": quality_table,
     "Benchmarks": benchmark_table,
     "Speed": speed_table,

@@ -9,17 +9,42 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.aggregate import SMALL_EFFECT, Row, aggregate_seeds, mean_of, root_mean_square
 from focus_exp.reporting.format import to_percent
-from focus_exp.reporting.load import Results, read_yaml, select
-from focus_exp.reporting.paper_tables import BASE
+from focus_exp.reporting.frame import SMALL_EFFECT, aggregate_seeds, mean_of, read_yaml, root_mean_square, select
+from focus_exp.reporting.load import Results
+from focus_exp.reporting.paper_specs import BASE
 from focus_exp.results.intervals import needed, student
 
 SOFT = "soft"
 LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length
 LENGTHS = (1024, 4096, 8192)
-METHODS: dict[str, str] = read_yaml("tables")["methods"]
-FAMILIES: dict[str, list[str]] = read_yaml("tables")["families"]
+# label -> variant of the experiment `frontier`, then of `compare`
+METHODS = {
+    "Focus, two encoders": "dual_20", "Focus, two encoders, short fit": "dual_20_fast",
+    "Focus, two encoders, 16 groups": "dual_16_groups_fast", "Focus, top-1": "focus_k1",
+    "local window, 512": "window_512", "local window, 1,024": "window_1024", "random groups": "random_groups",
+    "token indexer": "token_indexer", "block means (MoBA)": "block_means_20",
+    "block gate (SeerAttention)": "block_gate_20", "key gate": "key_gate_20", "SparQ": "sparq",
+    "MagicPIG": "magicpig", "best tokens (oracle)": "best_tokens", "LoRA, size-matched": "lora",
+    "full fine-tuning": "full_finetuning",
+}  # fmt: skip
+# variant -> cells of its timings, where they do not have its name
+DUAL: dict[str, Any] = {"source": "method_speed", "method": "focus_dual"}
+TIMINGS: dict[str, dict[str, Any]] = {
+    "dual_20": {**DUAL, "num_groups": 32},
+    "dual_20_fast": {**DUAL, "num_groups": 32},
+    "dual_16_groups_fast": {**DUAL, "num_groups": 16},
+    "focus_k1": {"source": "speed", "groups": 4, "top_k": 1, "assignment": "balanced", "experiment": "speed"},
+}
+# curve of the frontier -> its variants, and hard routings of one
+FAMILIES: dict[str, list[str]] = {
+    "Focus, two encoders": [f"dual_{n}" for n in (5, 10, 20, 30)],
+    "Focus, two encoders, short fit": [f"dual_{n}_fast" for n in (5, 10, 20, 30)],
+    "Focus": ["focus_k1", "k_2", "k_3"], "local window": ["window", "window_512", "window_1024"],
+    "random groups": ["random_groups"], "SparQ": ["sparq", "sparq_dense"],
+    **{name.replace("_", " "): [f"{name}_{n}" for n in (5, 10, 20, 30)]
+       for name in ("block_means", "block_gate", "key_gate")},
+}  # fmt: skip
 
 
 def frontier(results: Results) -> pd.DataFrame:
@@ -30,7 +55,7 @@ def frontier(results: Results) -> pd.DataFrame:
     rows = []
     for row in [*aggregate_seeds(at_length), *aggregate_seeds(longer)]:
         if row.attention == "focus_dual" and row.steps:  # after its fit
-            row = row.replace(variant=f"{row.variant}, {row.steps} steps")
+            row = row._replace(variant=f"{row.variant}, {row.steps} steps")
         family = next((name for name, variants in FAMILIES.items() if row.variant in variants), None)
         tokens = int(row.task.removeprefix(LONG_TEXT)) if row.task else row.seq_len
         repeated = row.task and tokens == row.seq_len and row.experiment == "long_context"  # scored as rows as well
@@ -41,7 +66,7 @@ def frontier(results: Results) -> pd.DataFrame:
             "change": to_percent(row.value), "low": to_percent(row.low), "high": to_percent(row.high),
             "trainable_params": row.trainable_params if row.train_tokens else 0, "run": row.members[0].run,
         }  # fmt: skip
-        rows.append(vars(row) | point)
+        rows.append(row._asdict() | point)
     columns = [
         *("model", "data", "experiment", "variant", "tokens", "method", "density", "sparsity", "distant_density"),
         *("change", "low", "high"),
@@ -90,17 +115,17 @@ def _methods_by_length(points: pd.DataFrame) -> Iterator[dict[str, Any]]:
         yield row | changes | {"trainable_params": first.trainable_params}
 
 
-def _find_speedups(row: dict[str, Any], speeds: list[Row]) -> dict[str, Any]:
+def _find_speedups(row: dict[str, Any], speeds: pd.DataFrame) -> dict[str, Any]:
     """Return the speedup of a layer at 32,768 and of a prefill at 8,192 tokens (CPU); 1 where nothing is pruned."""
     if not any(row[f"sparsity_{tokens}"] > 0 for tokens in LENGTHS):
         return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
     cells = {"source": "method_speed", "method": row["variant"]}
-    timings = select(speeds, read_yaml("tables")["timings"].get(row["variant"], cells))
+    timings = select(speeds, TIMINGS.get(row["variant"], cells))
     layer = select(timings, {"clock": "attention", "tokens": 32_768})
     prefill = select(timings, {"clock": "prefill", "tokens": 8_192})
     return {
-        "speedup_layer": layer[-1].value if layer else None,
-        "speedup_prefill": prefill[-1].value if prefill else None,
+        "speedup_layer": layer.value.iloc[-1] if len(layer) else None,
+        "speedup_prefill": prefill.value.iloc[-1] if len(prefill) else None,
     }
 
 
@@ -115,13 +140,9 @@ def speed(results: Results) -> pd.DataFrame:
         *("pair_rule", "dtype", "tokens", "value", "level", "reference_level", "density", "path", "run"),
     ]
     names = {"device_kind": "device", "level": "ours", "reference_level": "full"}
-    cells = [
-        vars(row)
-        | {"method": row.method or "focus"}
-        | ({"groups": row.num_groups} if row.method == "focus_dual" else {})
-        for row in rows
-    ]
-    frame = pd.DataFrame(cells, columns=columns).rename(columns=names).convert_dtypes()
+    groups = rows.groups.where(rows.method != "focus_dual", rows.num_groups)
+    rows = rows.assign(groups=groups, method=rows.method.fillna("focus"))
+    frame = rows[columns].rename(columns=names).convert_dtypes()
     frame["bound"] = 1 / frame["density"].astype(float)
     series = ["run", "metric", "clock", "method", "groups", "assignment", "top_k", "pair_rule", "dtype"]
     frame["break_even"] = None
@@ -150,12 +171,12 @@ def break_even(points: list[tuple[float, float]]) -> float | None:
 
 def differences(results: Results) -> pd.DataFrame:
     """Return every paired change of the loss, aggregated over seeds."""
-    rows = select(results.complete, {"source": "rows", "metric": "nll_change"})
-    rows = [row for row in rows if not row.reversed and row.reference != SOFT]
+    rows = select(results.complete, {"source": "rows", "metric": "nll_change", "reversed": None})
+    rows = rows[rows.reference != SOFT]
     return pd.DataFrame([_difference(row) for row in aggregate_seeds(rows)])
 
 
-def _difference(row: Row) -> dict[str, Any]:
+def _difference(row: Any) -> dict[str, Any]:
     text = [member.stderr * student(member.dof) for member in row.members if member.stderr is not None]
     seeds, spread = len(row.seeds), row.seed_deviation
     return {
@@ -219,11 +240,9 @@ def gpu(results: Results) -> pd.DataFrame:
 
 def generation(results: Results) -> pd.DataFrame:
     """Return the means over prompts of what was generated, by run and variant: one column a metric."""
-    rows = [vars(row) for row in select(results.complete, {"source": "generation"})]
-    if not rows:
-        return pd.DataFrame()
+    rows = select(results.complete, {"source": "generation"}).astype({"value": float})
     index = ["run", "model", "data", "seq_len", "variant"]
-    return pd.DataFrame(rows).pivot_table("value", index, "metric", sort=False).reset_index()
+    return rows.pivot_table("value", index, "metric", sort=False).reset_index() if len(rows) else pd.DataFrame()
 
 
 def recall(results: Results) -> pd.DataFrame:
@@ -257,18 +276,26 @@ def power(claims: pd.DataFrame) -> pd.DataFrame:
 
 def pitfalls(results: Results) -> pd.DataFrame:
     """Return what a reader of the paper could mistake, with measurements."""
-    complete = sorted((row for row in results.rows if row.status == "finished"), key=lambda row: row.started)
-    rows = [
-        {"pitfall": pitfall["name"], **vars(row)}
-        for pitfall in read_yaml("tables")["pitfalls"]
-        for row in select(complete, pitfall["select"], pitfall.get("query", ""))
-    ]
+    rows = results.rows[results.rows.status == "finished"].sort_values("started", kind="stable")
+    changes = select(rows, {"source": "rows", "metric": "nll_change"})
+    soft = select(changes, {"reference": SOFT, "mask_active": True})
+    published = (soft.experiment == "compare") & soft.variant.isin(["focus", "focus_paper"])
+    published |= soft.experiment.isin(["retrofit_124m", "leak"])
+    many = select(changes, {"reference": BASE, "kind": "hard", "pair_rule": "share"}).dropna(subset=["top_k"])
+    idle = select(rows, {"source": "benchmarks", "metric": "score_change", "kind": "hard", "deciding": True})
+    idle = select(idle, {"is_variant": False, "mask_active": [True, False]})
+    parts = {
+        "non-causal router": select(changes, {"reference": "non-causal counterpart"}),
+        "soft gate trained, hard mask used": soft[published & ((soft.top_k == 1) | (soft.primary == True))],  # noqa: E712
+        "k > K/2 is full attention": many[(many.top_k >= 2) & (2 * many.top_k > many.num_groups)],
+        "benchmark with an inactive mask": idle[idle.first_variant.isna() | (idle.variant == idle.first_variant)],
+    }
     columns = [
         *("pitfall", "experiment", "variant", "seed", "name", "task", "top_k", "num_groups", "sparsity"),
         *("distant_density", "mask_active", "causal", "reference_level", "level", "value", "low", "high", "unit"),
         "run",
     ]
-    return pd.DataFrame(rows, columns=columns).convert_dtypes()
+    return pd.concat([part.assign(pitfall=name)[columns] for name, part in parts.items()]).convert_dtypes()
 
 
 def runs(results: Results) -> pd.DataFrame:

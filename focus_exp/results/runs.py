@@ -86,7 +86,7 @@ def collect_runs(source: Path, root: Path) -> list[str]:
 
 def write_tables(root: Path, runs: Mapping[str, Record]) -> None:
     """Write the tables of runs, by name."""
-    lines = [json.dumps({"run": name, **_cut(runs[name])}, ensure_ascii=False) + "\n" for name in sorted(runs)]
+    lines = [json.dumps({"run": name, **_shorten(runs[name])}, ensure_ascii=False) + "\n" for name in sorted(runs)]
     measurements = [_measurement_rows(name, runs[name]) for name in sorted(runs)]
     losses = [_loss_rows(name, runs[name].losses) for name in sorted(runs)]
     _write_parquet(root / MEASUREMENTS, measurements)
@@ -94,7 +94,7 @@ def write_tables(root: Path, runs: Mapping[str, Record]) -> None:
     replace_file(root / RUNS, "".join(lines).encode())
 
 
-def _cut(run: Record) -> dict[str, Any]:
+def _shorten(run: Record) -> dict[str, Any]:
     """Return a record as JSON, with the part of its configuration that is reported."""
     config: dict[str, Any] = {}
     for key, value in flatten(run.config).items():
@@ -103,8 +103,8 @@ def _cut(run: Record) -> dict[str, Any]:
             for part in key[:-1]:
                 place = place.setdefault(part, {})
             place[key[-1]] = value
-    cut: dict[str, Any] = json.loads(replace(run, config=config, setup=setup_key(run)).format())
-    return {key: value for key, value in cut.items() if value not in (None, [], {}, "")}
+    shortened: dict[str, Any] = json.loads(replace(run, config=config, setup=setup_key(run)).format())
+    return {key: value for key, value in shortened.items() if value not in (None, [], {}, "")}
 
 
 def _measurement_rows(name: str, run: Record) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from focus_exp.results.record import Record
 # settings in which runs of several seeds may differ: what else is measured, precision, and where model and text (known
 # by their fingerprints) were read from
 IGNORED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("experiment", "seed", "assets", "arms", "against", "variants", "references", "bench"), ()),
+    **dict.fromkeys(("experiment", "seed", "assets", "variants", "references", "bench"), ()),
     "model": ("name", "hub_id", "revision", "path", "base_run"),
     "data": (
         *("name", "source", "hub_id", "subset", "revision", "text_column", "files", "parts"),
