@@ -111,7 +111,16 @@ def validate(config: Config) -> None:
         validate_options(config)
     except ValueError as error:
         raise UserError(str(error)) from None
-    for check in (check_job, check_places, check_tasks, check_attention, check_flash, check_top_k, check_recipe):
+    for check in (
+        check_job,
+        check_places,
+        check_tasks,
+        check_attention,
+        check_flash,
+        check_top_k,
+        check_recipe,
+        check_processes,
+    ):
         if reason := next(check(config), None):
             raise UserError(reason)
 
@@ -252,3 +261,43 @@ def check_recipe(config: Config) -> Iterator[str]:
         )
     if recipe.from_scratch and not recipe.trains("all"):
         yield f"recipe={recipe.name} must train all weights with from_scratch. Add a phase with trainable: all."
+
+
+def check_processes(config: Config) -> Iterator[str]:
+    trainer, quantization = config.trainer, config.model.quantization
+    count, is_sharded = trainer.devices * trainer.num_nodes, trainer.strategy == "fsdp"
+    if config.job != "train":
+        return
+    if trainer.strategy == "single" and count > 1:
+        yield f"trainer.devices must be 1 with trainer.strategy=single (got {count} processes). Use ddp or fsdp."
+    if config.phases and trainer.accumulate % count:
+        yield (
+            f"trainer.accumulate must be a multiple of {count}, the processes (got {trainer.accumulate}). Type "
+            f"trainer.accumulate={-(-trainer.accumulate // count) * count}, with a smaller trainer.batch_size for as "
+            "many sequences a step."
+        )
+    if is_sharded and isinstance(config.attention, FitOptions) and config.attention.calibration_sequences:
+        yield (
+            f"attention.calibration_sequences must be 0 with trainer.strategy=fsdp: {config.attention.name} is fitted "
+            "to a whole model. Use trainer.strategy=ddp, or a fitted adapter."
+        )
+    if is_sharded and config.eval.fit_variants:
+        yield (
+            f"eval.fit_variants must be empty with trainer.strategy=fsdp (got {config.eval.fit_variants}): they are "
+            "fitted to a whole model. Use trainer.strategy=ddp."
+        )
+    if quantization != "none" and config.recipe.trains("all"):
+        yield (
+            f"model.quantization={quantization} needs a frozen base (got recipe={config.recipe.name}). Use "
+            "model.quantization=none, or recipe=retrofit."
+        )
+    if quantization != "none" and is_sharded:
+        yield (
+            f"model.quantization={quantization} cannot be sharded (got trainer.strategy=fsdp). Use "
+            "trainer.strategy=ddp or single."
+        )
+
+
+CHECKS = (
+    check_job, check_places, check_tasks, check_attention, check_flash, check_top_k, check_recipe, check_processes
+)  # fmt: skip

@@ -210,7 +210,7 @@ def stop_training(
         if trainer.global_step == step and phase in (None, module.name):
             if signum is None:
                 raise Killed
-            if self.received is None:
+            if not self.received:
                 signal.raise_signal(signum)
         original(self, trainer, module, *rest)
 

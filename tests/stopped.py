@@ -15,13 +15,13 @@ from typing import Any
 from focus_exp import __main__ as command_line
 
 BACK = "back"
-# stage -> a function and the number of its call after which the signal is sent; four training steps are timed before
+# stage -> a function and the number of its call after which the signal is sent
 CALLS = {
     "the model was loaded": ("focus_exp.jobs.prepare.load_model", 1),
     "the token cache is written": ("focus_exp.data.corpus.write_stream", 2),
     "the routers are warm-started": ("focus_exp.jobs.train.warm_start", 1),
-    "the first phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 9),
-    "the second phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 21),
+    "the first phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 3),
+    "the second phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 9),
     "the balance is calibrated": ("focus_exp.jobs.train.calibrate", 1),
     "the third row is measured": ("focus_exp.evaluation.perplexity.score", 3),
 }

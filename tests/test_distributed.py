@@ -13,23 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from builders import scored, stop_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import Result, fitting, metrics_of, only_run, outcome, record_of, records_of, router_steps, run, tiny
 from safetensors.numpy import load_file
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from focus_exp.config import LoraConfig, PhaseConfig
 from focus_exp.data import make_loader
 from focus_exp.models.adapter import SAMPLES
-from focus_exp.models.attach import attach
-from focus_exp.models.lora import add_lora
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.training import distributed
-from focus_exp.training.module import LanguageModelTask
 
 QUICK = ("eval.max_sequences=2", "eval.top_k=[1]", "eval.controls=false")
 RETROFIT = (router_steps(6), "trainer.checkpoint_every=2", "eval.max_sequences=2")
@@ -230,30 +222,6 @@ def test_two_processes_resume_what_one_began(folder, request, one, job, strategy
     assert_equal(folder / name, one(job))
 
 
-def test_checkpoint_of_a_phase_holds_the_buffers_of_methods(tiny_model):
-    model = add_lora(attach(tiny_model("llama"), "routing_transformer", groups=2), LoraConfig(), budget=0)
-    task = LanguageModelTask(model, PhaseConfig(trainable="lora", steps=1, learning_rate=1.0), "phase")
-    checkpoint = {"state_dict": task.state_dict(), "optimizer_states": []}
-    task.on_save_checkpoint(checkpoint)
-    saved = {name.removeprefix("model.") for name in checkpoint["state_dict"]}
-    assert saved == {name for name in model.state_dict() if task.changes(name)} > set(task.trainable_names)
-
-
-def test_gather_state_is_whole_in_process_zero_alone(monkeypatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        whole, part = torch.arange(6.0), torch.ones(2)
-        state = {"step": 3, "moments": [distribute_tensor(whole, mesh, [Shard(0)]), part]}
-        gathered = distributed.gather_state(state)
-        monkeypatch.setattr(distributed, "is_main", lambda: False)
-        others = distributed.gather_state(state)
-    finally:
-        dist.destroy_process_group()
-    assert gathered["step"] == 3 and torch.equal(gathered["moments"][0], whole)
-    assert others == {"step": 3, "moments": [None, part]}
-
-
 @slow
 def test_killed_process_ends_the_run_which_resumes_to_the_same_numbers(folder, pair):
     command = [*tiny(folder, "killed"), *RETROFIT, *STRATEGIES["ddp"]]
@@ -321,7 +289,7 @@ def test_routers_train_on_a_quantized_base(tmp_path, tiny_model, quantization):
     world_size=st.integers(1, 6),
     blocks=st.integers(1, 80),
     seed=st.integers(0, 9),
-    first=st.integers(0, 5),
+    first=st.integers(0, 4),
 )
 @settings(max_examples=60)
 def test_loader_step_has_the_same_blocks_for_any_world_size(batch_size, batches, world_size, blocks, seed, first):
@@ -329,9 +297,10 @@ def test_loader_step_has_the_same_blocks_for_any_world_size(batch_size, batches,
     if blocks < batch_size * accumulate:
         return
     dataset, steps = torch.arange(blocks), range(first, 5)
-    whole = [batch.tolist() for batch in make_loader(dataset, batch_size, seed, range(5), accumulate=accumulate)]
+    whole = [step.tolist() for step in make_loader(dataset, batch_size, seed, range(5), accumulate=accumulate)]
     options = {"accumulate": accumulate, "world_size": world_size}
     parts = [make_loader(dataset, batch_size, seed, steps, rank=rank, **options) for rank in range(world_size)]
-    seen = [[batch.tolist() for batch in part] for part in parts]
-    assert [len(part) for part in parts] == [len(part) for part in seen] == [len(steps) * batches] * world_size
-    assert [batch for turn in zip(*seen, strict=True) for batch in turn] == whole[first * accumulate :]
+    assert [len(part) for part in parts] == [5] * world_size
+    # (steps, batches in turn, processes, items of a batch)
+    seen = torch.stack([torch.stack([*part]).unflatten(1, (batches, batch_size)) for part in parts], 2)
+    assert seen.flatten(1).tolist() == whole[first:]

@@ -87,16 +87,15 @@ def test_stopped_phase_resumes_to_the_same_numbers(folder, expected_finetune, mo
     assert probes[0] == probes[1]
 
 
-def test_signal_during_all_reduce_stops_at_the_next_step(monkeypatch, tmp_path):
+def test_signal_during_a_collective_stops_at_the_next_step(monkeypatch, tmp_path):
     checkpoint, saved = Checkpoint(tmp_path / "last.ckpt", every=100), []
 
-    def all_reduce_max(received):
-        checkpoint._receive(signal.SIGUSR2, None)  # after this process's value was read
-        return received
+    def all_gather_object(value):
+        checkpoint.receive(signal.SIGUSR2, None)  # after this process's value was read
+        return [value]
 
-    monkeypatch.setattr(callbacks, "all_reduce_max", all_reduce_max)
-    fit_loop = SimpleNamespace(_should_accumulate=lambda: False)
-    trainer: Any = SimpleNamespace(fit_loop=fit_loop, global_step=3, max_steps=9, save_checkpoint=saved.append)
+    monkeypatch.setattr(callbacks, "all_gather_object", all_gather_object)
+    trainer: Any = SimpleNamespace(global_step=3, max_steps=9, save_checkpoint=saved.append)
     module: Any = None
     checkpoint.on_train_batch_end(trainer, module, None, None, 0)
     assert saved == []
@@ -222,15 +221,15 @@ def test_checkpoint_before_replaces_a_damaged_or_missing_one(tmp_path):
 def test_checkpoint_waits_for_its_minutes(monkeypatch, tmp_path):
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: 60.0 * trainer.global_step)  # a step a minute
     saved: list[int] = []
-    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(_should_accumulate=lambda: False), global_step=0)
-    trainer.max_steps, trainer.save_checkpoint = 200, lambda _: saved.append(trainer.global_step)
+    trainer: Any = SimpleNamespace(global_step=0, max_steps=200)
+    trainer.save_checkpoint = lambda _: saved.append(trainer.global_step)
     checkpoint, module = Checkpoint(tmp_path / "last.ckpt", every=25, minutes=60), Mock()
     for trainer.global_step in range(1, 201):
         if trainer.global_step == 110:
             checkpoint.received = signal.SIGTERM
             with pytest.raises(Interrupted):
                 checkpoint.on_train_batch_end(trainer, module)
-            checkpoint.received = None
+            checkpoint.received = 0
         else:
             checkpoint.on_train_batch_end(trainer, module)
     assert saved == [75, 110, 175, 200]  # every 25, an hour apart; a signal and the end at once

@@ -16,11 +16,13 @@ from focus_exp import config as schema
 from focus_exp.config import FocusConfig
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.errors import UserError
+from focus_exp.models.lora import add_lora
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.training import precision as precisions
+from focus_exp.training.checkpoints import read_checkpoint
 from focus_exp.training.module import LanguageModelTask, learning_rate_scale
-from focus_exp.training.phases import train_phase
+from focus_exp.training.phases import CHECKPOINTS, train_phases
 from focus_exp.training.precision import choose_precision
 
 T = 32
@@ -55,7 +57,7 @@ def train(
         trainer=schema.TrainerConfig(name="trainer", accelerator="cpu", progress=False, **trainer),
         logger=schema.LoggerConfig(name="logger"),
     )
-    train_phase(model, blocks_of(0), config, phase, "phase", 0, FLOAT32, folder, [], probed)
+    train_phases(model, blocks_of(0), config, FLOAT32, folder, [], probed=probed)
     return [line["loss"] for line in read_metrics(folder / METRICS)]
 
 
@@ -69,7 +71,7 @@ def test_phase_trains_exactly_the_named_parameters(tiny_model, tmp_path, family,
     model = focus(tiny_model(family))
     named = {name for name, _ in model.named_parameters() if phase.trainable == "all" or ".focus.router." in name}
     task = LanguageModelTask(model, phase, "phase")
-    optimizer = task.configure_optimizers()["optimizer"]
+    (optimizer,), _ = task.configure_optimizers()
     optimized = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert set(task.trainable_names) == named
     assert sorted(optimized) == sorted(id(p) for name, p in model.named_parameters() if name in named)
@@ -84,9 +86,18 @@ def test_phase_trains_exactly_the_named_parameters(tiny_model, tmp_path, family,
         assert all(".focus.router." in name for name in changed)
 
 
+def test_checkpoint_of_a_phase_holds_what_it_trains_and_the_buffers_of_methods(tiny_model, tmp_path):
+    model = add_lora(attach(tiny_model("llama"), "routing_transformer", groups=2), schema.LoraConfig(), budget=0)
+    train(model, schema.PhaseConfig(trainable="lora", steps=1, learning_rate=1e-3), tmp_path)
+    saved = read_checkpoint(tmp_path / CHECKPOINTS / "phase.ckpt")["model"]
+    state = model.state_dict()
+    assert saved.keys() == {name for name in state if ".lora_" in name or name.endswith(".focus.centroids")}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in saved.items())
+
+
 def test_optimizer_decays_matrices_only(tiny_model):
     phase = schema.PhaseConfig(trainable="all", steps=1, learning_rate=1e-3, weight_decay=0.1)
-    optimizer = LanguageModelTask(focus(tiny_model("gpt2")), phase, "phase").configure_optimizers()["optimizer"]
+    (optimizer,), _ = LanguageModelTask(focus(tiny_model("gpt2")), phase, "phase").configure_optimizers()
     assert {(p.ndim >= 2, group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]} == {
         (True, 0.1),
         (False, 0.0),
@@ -105,7 +116,7 @@ def test_router_of_a_bf16_base_is_float32_with_finite_gradients(tiny_model, fami
     model = focus(tiny_model(family, dtype=torch.bfloat16)).train()
     task = LanguageModelTask(model, ROUTER, "phase")
     tokens = torch.randint(256, (2, T), generator=torch.Generator().manual_seed(0))
-    task.training_step({"input_ids": tokens}, 0).backward()
+    task.loss(tokens).backward()
     trained = task.trainable_parameters()
     assert len(trained) == 4 and all(p.dtype == torch.float32 for p in trained)
     assert all(torch.isfinite(p.grad).all() and p.grad.abs().max() > 0 for p in trained)

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from focus_exp.errors import UserError
+
+
+class StepSampler(Sampler[list[int]]):
+    """Yield the items of each step from `start` on; its length is that of all steps, as Lightning counts them."""
+
+    def __init__(self, order: list[list[int]], start: int) -> None:
+        self.order, self.start = order, start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.order[self.start :])
+
+    def __len__(self) -> int:
+        return len(self.order)
 
 
 def make_loader(
@@ -20,13 +34,14 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
 ) -> DataLoader:
-    """Return this process's batches of `steps`, in an order of (seed, epoch).
+    """Return what this process takes of each of `steps`, in an order of (seed, epoch).
 
     An epoch is a permutation that is cut to whole steps. The batches of a step do not depend on `world_size`: the
-    processes take them in turn.
+    processes take them in turn. The length of the loader counts the steps before the first one too.
 
     Args:
-        accumulate: batches of a step, a multiple of `world_size`.
+        batch_size: items of a forward pass.
+        accumulate: forward passes of a step, a multiple of `world_size`.
 
     Raises:
         UserError: there is less than one step.
@@ -43,7 +58,8 @@ def make_loader(
         torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
         for epoch in range(math.ceil(steps.stop / epoch_steps))
     ]
-    items = torch.stack(epochs)[:, : epoch_steps * step_size].reshape(-1, step_size)[steps.start : steps.stop]
-    order = items.reshape(-1, world_size, batch_size)[:, rank].flatten().tolist()
+    items = torch.stack(epochs)[:, : epoch_steps * step_size].reshape(-1, step_size)[: steps.stop]
+    order = items.reshape(steps.stop, -1, world_size, batch_size)[:, :, rank].flatten(1).tolist()
     # without its own generator a DataLoader draws from the global one, and a resumed run would differ
-    return DataLoader(dataset, batch_size, sampler=order, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(dataset, batch_sampler=StepSampler(order, steps.start), generator=generator)

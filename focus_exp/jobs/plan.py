@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from focus_exp.attention.kernels import KERNELS
 from focus_exp.attention.kernels.contract import MAX_HEAD_DIM
 from focus_exp.attention.options import FocusOptions
+from focus_exp.checks import check_processes
 from focus_exp.config import Config, DualConfig, PhaseConfig, get_method_options
 from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.compose import command_overrides, compose_adapter, compose_overrides, compose_variants, needs_base
@@ -28,7 +29,6 @@ from focus_exp.models.random import architecture_config
 from focus_exp.speed.model import model_shape
 from focus_exp.speed.workload import Shape
 from focus_exp.training.checkpoints import checkpoint_bytes
-from focus_exp.training.distributed import check_strategy
 from focus_exp.training.phases import tokens_per_step
 from focus_exp.training.warm_start import BATCH
 
@@ -133,12 +133,10 @@ def plan_run(name: str, config: Config) -> Plan:
             if item.held > usable:
                 continue
             layout = replace(trainer, devices=gpus, num_nodes=1, strategy=strategy)
-            try:
-                check_strategy(replace(config, trainer=layout), torch.device("cuda"))
-            except UserError as error:
-                refused = refused or f"it fits {gpus} GPUs with trainer.strategy={strategy}, which are refused: {error}"
-            else:
+            reason = next(check_processes(replace(config, job="train", trainer=layout)), None)
+            if reason is None:
                 return item
+            refused = refused or f"it fits {gpus} GPUs with trainer.strategy={strategy}, which are refused: {reason}"
     if refused:
         raise UserError(refused)
     item.error = (

@@ -40,7 +40,6 @@ from focus_exp.training.checkpoints import checkpoint_path, remove_damaged
 from focus_exp.training.distributed import (
     broadcast_attached,
     broadcast_object,
-    check_strategy,
     is_main,
     is_sharded,
     process_group,
@@ -77,7 +76,9 @@ def train(config: Config) -> None:
     if print_finished(config):
         return
     device = choose_device(config.trainer.accelerator)
-    check_strategy(config, device)
+    if config.model.quantization != "none" and device.type != "cuda":
+        key = f"model.quantization={config.model.quantization}"
+        raise UserError(f"{key} needs a CUDA GPU (got {device.type}). Use model.quantization=none.")
     tuned, trials = tune_learning_rate(config)
     with process_group(config.trainer, device.type), open_run(config) as run:
         run.config, run.record.config, run.record.trials = tuned, asdict(tuned), trials

@@ -1,4 +1,4 @@
-"""Callbacks of a phase: metrics, checkpoints and signals, gate annealing, centroid updates, router statistics."""
+"""Callbacks of a phase: progress, metrics, checkpoints and signals, gate annealing, centroid updates, probes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning import callbacks
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod
-from focus_exp.attention.focus import Focus
 from focus_exp.attention.router import follow_means, kmeans
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import FocusConfig, PhaseConfig
@@ -29,11 +29,33 @@ from focus_exp.models.methods import find_routers, observe_selections, temporary
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.metrics import read_metrics, write_metrics
-from focus_exp.training.distributed import all_gather_tensor, all_reduce_max, broadcast_object, is_main
+from focus_exp.training.distributed import all_gather_object, broadcast_object, is_main
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
 
+PROBES = "probe.jsonl"
+MAX_TOKENS = 1024
+PROBES_PER_PHASE = 20  # unless trainer.probe_every is set
+DEAD_FRACTION = 0.01  # of the tokens, below which a group is dead
+
 log = logging.getLogger(__name__)
+
+
+class PhaseBar(callbacks.ProgressBar):
+    """Show the steps of a phase and their loss, in a log a line for every tenth."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert isinstance(module, LanguageModelTask)
+        done, name = trainer.global_step, f"training {module.name}"
+        self.bar = ProgressBar(total=trainer.max_steps, initial=done, desc=name, unit="step", leave=True)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        assert isinstance(module, LanguageModelTask)
+        self.bar.set_postfix(loss=f"{module.metrics['loss']:.3f}", refresh=False)
+        self.bar.update()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.bar.close()
 
 
 class StepLog:
@@ -51,8 +73,9 @@ class StepLog:
         lines = read_metrics(self.path)
         write_metrics(self.path, [x for x in lines if x["phase"] != self.phase or x["step"] <= step])
 
-    def write(self, trainer: pl.Trainer, step: int, values: dict[str, Any], prefix: str, **of_run: Any) -> None:
+    def write(self, trainer: pl.Trainer, values: dict[str, Any], prefix: str, **of_run: Any) -> None:
         """Append a line; `of_run` replaces values for loggers."""
+        step = trainer.global_step
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"phase": self.phase, "step": step, **values}) + "\n")
         shown = {f"{prefix}/{name}": value for name, value in (values | of_run).items() if value is not None}
@@ -61,14 +84,14 @@ class StepLog:
 
 
 class Metrics(Callback):
-    """Write loss, learning rate and speed every `log_every` optimizer steps, and move the progress bar.
+    """Write loss, learning rate and speed every `log_every` optimizer steps.
 
     Everything but `seconds` and `tokens_per_second` is a function of config and seed.
     """
 
-    def __init__(self, lines: StepLog, log_every: int, tokens_per_step: int, bar: ProgressBar) -> None:
-        self.lines, self.log_every, self.tokens_per_step, self.bar = lines, log_every, tokens_per_step, bar
-        self.losses: list[Tensor] = []  # since the last line, which may be older than the checkpoint
+    def __init__(self, lines: StepLog, log_every: int, tokens_per_step: int) -> None:
+        self.lines, self.log_every, self.tokens_per_step = lines, log_every, tokens_per_step
+        self.losses: list[float] = []  # since the last line, which may be older than the checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses}
@@ -83,51 +106,42 @@ class Metrics(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         assert isinstance(module, LanguageModelTask)
-        self.losses.append(module.last_loss)
-        step = trainer.global_step
-        if not self.bar.disable:
-            self.bar.set_postfix(loss=f"{module.last_loss.item():.3f}", refresh=False)
-            self.bar.update(step - self.bar.n)
-        if trainer.fit_loop._should_accumulate() or step == self.last_step or step % self.log_every:
+        self.losses.append(module.metrics["loss"])
+        step, now = trainer.global_step, time.perf_counter()
+        if step % self.log_every:
             return
-        now = time.perf_counter()
-        values = {
-            "loss": torch.stack(self.losses).mean().item(),
-            "learning_rate": module.learning_rate,
-            "gradient_norm": module.gradient_norm.item(),
+        values = module.metrics | {
+            "loss": sum(self.losses) / len(self.losses),
             "tokens": step * self.tokens_per_step,
             "tokens_per_second": (step - self.last_step) * self.tokens_per_step / (now - self.last),
             "seconds": now - self.began,
         }
         run_tokens = (self.lines.first_step + step) * self.tokens_per_step
-        self.lines.write(trainer, step, values, "train", phase=self.lines.phase, tokens=run_tokens)
+        self.lines.write(trainer, values, "train", phase=self.lines.phase, tokens=run_tokens)
         self.losses, self.last, self.last_step = [], now, step
 
 
 class Checkpoint(Callback):
     """Save `path` every `every` optimizer steps, at the end, and before a signal ends the run.
 
-    Only at the end of an accumulation window: partial gradients are not part of a checkpoint.
+    Lightning's ModelCheckpoint saves neither at the end nor at a signal, and not by time if optimization is manual.
 
     Args:
         minutes: at least, between the checkpoints that `every` asks for.
     """
 
     def __init__(self, path: Path, every: int, minutes: float = 0.0) -> None:
-        self.path = path
-        self.every, self.minutes = every, minutes
+        self.path, self.every, self.minutes = path, every, minutes
         self.last = time.monotonic()  # checkpoint, or start
-        self.received: int | None = None
-        self.handlers: dict[int, Any] = {}
+        self.received = 0
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if is_main() and 0 < trainer.global_step < trainer.max_steps:
+        if is_main() and trainer.global_step:
             log.info("%s: resuming from step %d of %d", self.path.stem, trainer.global_step, trainer.max_steps)
-        # after Lightning has installed its own handlers
-        for signum in STOP_SIGNALS:
-            self.handlers[signum] = signal.signal(signum, self._receive)
+        for signum in STOP_SIGNALS:  # after Lightning has installed its own handlers; it restores those before
+            signal.signal(signum, self.receive)
 
-    def _receive(self, signum: int, frame: Any) -> None:
+    def receive(self, signum: int, frame: Any) -> None:
         if signum == self.received != signal.SIGUSR2:  # the second time: at once
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
@@ -135,38 +149,26 @@ class Checkpoint(Callback):
         log.warning("stopping after this step; send the signal again to stop at once")
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if trainer.fit_loop._should_accumulate():
-            return
-        # not into self.received: a signal that arrives during the all-reduce would be lost
-        received = all_reduce_max(self.received)
-        done = trainer.global_step == trainer.max_steps
-        if received is not None or done or (trainer.global_step % self.every == 0 and self._is_due()):
+        step, is_late = trainer.global_step, time.monotonic() - self.last >= 60 * self.minutes
+        # the clock of process 0 decides, and the signal of any process
+        states = all_gather_object((self.received, is_late))
+        received = max(signum for signum, _ in states)
+        if received or step == trainer.max_steps or (step % self.every == 0 and states[0][1]):
             trainer.save_checkpoint(self.path)
             broadcast_object(None)  # once process 0 has written it
             self.last = time.monotonic()
-        if received is not None and not done:
+        if received:
             self.received = received
-            raise Interrupted(received, f"at step {trainer.global_step} of {trainer.max_steps}")
-
-    def _is_due(self) -> bool:
-        """Return whether enough minutes have passed, by the clock of process 0: all processes save together."""
-        return not self.minutes or broadcast_object(time.monotonic() - self.last >= 60 * self.minutes)
+            raise Interrupted(received, f"at step {step} of {trainer.max_steps}")
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._restore_handlers()
-        if (received := all_reduce_max(self.received)) is not None:
+        if received := max(all_gather_object(self.received)):
             raise Interrupted(received, f"after the last of {trainer.max_steps} steps")
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore_handlers()
         # SLURM also signals the processes of loggers and data workers, which end at once
-        if self.received is not None and isinstance(exception, (ConnectionError, RuntimeError)):
+        if self.received and isinstance(exception, (ConnectionError, RuntimeError)):
             raise Interrupted(self.received, f"after step {trainer.global_step} of {trainer.max_steps}") from exception
-
-    def _restore_handlers(self) -> None:
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
-        self.handlers = {}
 
 
 class GateAnnealing(Callback):
@@ -175,13 +177,12 @@ class GateAnnealing(Callback):
     A shallow gate passes gradients of pairs that it would prune; a steep one approaches hard routing.
     """
 
-    def __init__(self, start: float, final: float) -> None:
-        self.start, self.final = start, final
+    def __init__(self, model: nn.Module, start: float, final: float) -> None:
+        self.routers, self.start, self.final = find_routers(model).values(), start, final
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         progress = trainer.global_step / max(1, trainer.max_steps - 1)
-        assert isinstance(module, LanguageModelTask)
-        for router in find_routers(module.model).values():
+        for router in self.routers:
             router.gate_steepness = self.start + (self.final - self.start) * progress
 
 
@@ -193,57 +194,33 @@ class CentroidUpdates(Callback):
     """
 
     def __init__(self, model: nn.Module, attention: FocusConfig) -> None:
-        self.update = attention.centroid_update
-        self.decay = attention.centroid_decay
-        self.every = attention.recluster_every
-        self.methods = find_routers(model) if self.update != "gradient" else {}
-        self.last_step = 0
+        self.routers = find_routers(model)
+        self.update, self.decay = attention.centroid_update, attention.centroid_decay
+        self.every = 1 if self.update == "ema" else attention.recluster_every
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.last_step = trainer.global_step
-        self._record()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        step = trainer.global_step
-        if step == self.last_step:
-            return
-        self.last_step = step
-        # not at the last step, after which nothing is trained on the new groups
-        due = self.update == "ema" or (step % self.every == 0 and step < trainer.max_steps)
-        for layer, method in self.methods.items() if due else ():
-            assert method.projected is not None
-            tokens = all_gather_tensor(torch.stack(method.projected))  # (batches, N, R) by process
-            # in the order of a single process: k-means starts from some of them
-            self._move(method, torch.stack(tokens, 1).flatten(0, -2), seed=step + 1_000_003 * layer)
-        self._record()
-
-    @torch.no_grad()
-    def _move(self, method: Focus, tokens: Tensor, seed: int) -> None:
-        router, before = method.router, method.router.centroids
-        if self.update == "ema":
-            after = follow_means(before, tokens, router.compare(tokens).argmax(-1), self.decay)
-        else:
-            # scores are dot products: a longer centroid would attract tokens that are nearer to another
-            after = nn.functional.normalize(kmeans(tokens, len(before), seed), dim=-1) * before.norm(dim=-1).mean()
-        before.copy_(after)
-
-    def _record(self) -> None:
-        """Start a new list of projected tokens per method."""
-        for method in self.methods.values():
+    def on_train_batch_start(self, *_: Any) -> None:
+        for method in self.routers.values():
             method.projected = []
 
-
-PROBES = "probe.jsonl"
-MAX_TOKENS = 1024
-PROBES_PER_PHASE = 20  # unless trainer.probe_every is set
-DEAD_FRACTION = 0.01  # of the tokens, below which a group is dead
-
-
-def probe_tokens(blocks: SequenceDataset) -> Tensor:
-    """Return token ids `(B, T)` spread evenly over `blocks`, at most MAX_TOKENS in all."""
-    count = max(1, min(len(blocks), MAX_TOKENS // blocks.seq_len))
-    indices = np.linspace(0, len(blocks) - 1, count).round()
-    return torch.stack([blocks[int(index)]["input_ids"][:MAX_TOKENS] for index in indices])
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        step = trainer.global_step
+        # k-means not at the last step, after which nothing is trained on the new groups
+        if step % self.every or (self.update == "recluster" and step == trainer.max_steps):
+            return
+        for layer, method in self.routers.items():
+            assert method.projected is not None
+            before = method.router.centroids
+            # (batches, processes, N, R), the order of a single process: k-means starts from some of the tokens
+            tokens = torch.stack(all_gather_object(torch.stack(method.projected).cpu()), 1)
+            tokens = tokens.flatten(0, -2).to(before.device)
+            if self.update == "ema":
+                after = follow_means(before, tokens, method.router.compare(tokens).argmax(-1), self.decay)
+            else:
+                # scores are dot products: a longer centroid would attract tokens that are nearer to another
+                after = kmeans(tokens, len(before), step + 1_000_003 * layer)
+                after = nn.functional.normalize(after, dim=-1) * before.norm(dim=-1).mean()
+            before.copy_(after)
 
 
 class Probe(Callback):
@@ -261,7 +238,6 @@ class Probe(Callback):
         self.lines, self.every = lines, every
         self.model, self.tokens, self.precision = model, tokens, precision
         self.groups: Tensor | None = None  # (layers, N) at the last probe
-        self.last_step = -1
 
     def state_dict(self) -> dict[str, Any]:
         return {"groups": self.groups}
@@ -270,28 +246,30 @@ class Probe(Callback):
         self.groups = state_dict["groups"]
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        resumed = self.groups is not None
-        self.last_step = trainer.global_step if resumed else -1
         if is_main():
-            self.lines.truncate(self.last_step)
-        self.probe(trainer)
+            self.lines.truncate(trainer.global_step if self.groups is not None else -1)
+        if self.groups is None:
+            self.probe(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.global_step % self.every == 0 or trainer.global_step == trainer.max_steps:
             self.probe(trainer)
 
     def probe(self, trainer: pl.Trainer) -> None:
-        """Write this step's statistics once; all processes compute them, process 0 writes."""
-        step = trainer.global_step
-        if step == self.last_step:
-            return
-        self.last_step = step
+        """Write this step's statistics; all processes compute them, process 0 writes."""
         assignments = route_tokens(self.model, self.tokens, self.precision)
         groups = torch.stack([assignment.argmax(-1) for assignment in assignments])
         statistics = router_statistics(assignments, groups, self.groups)
         self.groups = groups
         if is_main():
-            self.lines.write(trainer, step, statistics, "probe")
+            self.lines.write(trainer, statistics, "probe")
+
+
+def probe_tokens(blocks: SequenceDataset) -> Tensor:
+    """Return token ids `(B, T)` spread evenly over `blocks`, at most MAX_TOKENS in all."""
+    count = max(1, min(len(blocks), MAX_TOKENS // blocks.seq_len))
+    indices = np.linspace(0, len(blocks) - 1, count).round()
+    return torch.stack([blocks[int(index)]["input_ids"][:MAX_TOKENS] for index in indices])
 
 
 @torch.no_grad()

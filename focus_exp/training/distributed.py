@@ -18,17 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.environments import SLURMEnvironment
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from focus_exp.attention.options import FitOptions
 from focus_exp.config import Config, TrainerConfig
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.load import gather_tensor
 from focus_exp.models.methods import is_trainable
 
 EVALUATION_TIMEOUT = timedelta(days=30)
@@ -36,8 +34,6 @@ FORWARD, DONE, FAILED = "forward", "done", "failed"  # what process 0 tells the 
 
 # in messages of gloo and nccl to a process whose peer is gone
 PEER_LOST = ("gloo", "Connection closed", "Connection reset", "NCCL", "Broken pipe")
-
-ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 # for control messages: on the CPU, where a lost peer is noticed at once
 _control: dist.ProcessGroup | None = None
@@ -65,8 +61,6 @@ def process_group(settings: TrainerConfig, device: str) -> Iterator[None]:
     if alone and settings.strategy in ("auto", "single"):
         yield
         return
-    if alone:  # a group of one, for strategy=fsdp
-        os.environ |= ONE_PROCESS
     try:
         join_group(settings, device)
         yield
@@ -104,11 +98,13 @@ def join_group(settings: TrainerConfig, device: str) -> None:
         available = torch.cuda.device_count()
         if settings.devices > available:
             raise UserError(f"trainer.devices must be <= {available}, this node's GPUs (got {settings.devices}).")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.devices))
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        # without torchrun a group of one, for strategy=fsdp
+        alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", **alone)
         _control = dist.new_group(backend="gloo", timeout=EVALUATION_TIMEOUT)
 
 
@@ -151,32 +147,6 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
-def all_reduce_max(number: int | None) -> int | None:
-    """Return the largest number of any process, None if none has one."""
-    if world_size() == 1:
-        return number
-    largest = torch.tensor(-1 if number is None else number)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=_control)
-    return None if largest < 0 else int(largest)
-
-
-def all_reduce_mean(value: Tensor) -> Tensor:
-    if world_size() == 1:
-        return value
-    total = value.clone()
-    dist.all_reduce(total)
-    return total / world_size()
-
-
-def all_gather_tensor(value: Tensor) -> list[Tensor]:
-    """Return the tensors of all processes by rank; they have one shape."""
-    if world_size() == 1:
-        return [value]
-    values = [torch.empty_like(value) for _ in range(world_size())]
-    dist.all_gather(values, value.contiguous())
-    return values
-
-
 def all_gather_object(value: Any) -> list[Any]:
     """Return the values of all processes by rank."""
     if world_size() == 1:
@@ -194,7 +164,7 @@ def run_on_rank_zero(model: PreTrainedModel, work: Callable[[], object]) -> None
     if world_size() == 1:
         work()
     elif is_main():
-        run_with_shards(model, work)
+        announce_passes(model, work)
     else:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         while (event := broadcast_object(None)) == FORWARD:
@@ -204,36 +174,35 @@ def run_on_rank_zero(model: PreTrainedModel, work: Callable[[], object]) -> None
             raise UserError(f"process {rank()} of {world_size()} ends: process 0 has failed")
 
 
-def run_with_shards(model: PreTrainedModel, work: Callable[[], object]) -> None:
+def announce_passes(model: PreTrainedModel, work: Callable[[], object]) -> None:
     """Run `work`, and announce each forward pass of a sharded model to the other processes."""
-    inside = False
+    begun = ended = 0
 
     def before(*_: Any) -> None:
-        nonlocal inside
-        if inside:
+        nonlocal begun
+        if begun > ended:
             raise RuntimeError("an earlier forward pass failed halfway: the processes are out of step")
-        inside = True
+        begun += 1
         broadcast_object(FORWARD)
 
     def after(*_: Any) -> None:
-        nonlocal inside
-        inside = False
+        nonlocal ended
+        ended += 1
 
     hooks = []
-    if isinstance(model, FSDPModule):
+    if is_sharded(model):
         # before FSDP's own, which waits for the others
         hooks = [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
+    event = FAILED
     try:
         work()
-    except BaseException:
-        broadcast_object(FAILED)
-        raise
+        if begun > ended:
+            raise UserError("a forward pass failed halfway, see above. Re-run the same command to resume.")
+        event = DONE
     finally:
         for hook in hooks:
             hook.remove()
-    if inside:
-        raise UserError("a forward pass failed halfway, see above. Re-run the same command to resume.")
-    broadcast_object(DONE)
+        broadcast_object(event)
 
 
 def strategy_name(settings: TrainerConfig) -> str:
@@ -246,36 +215,6 @@ def strategy_name(settings: TrainerConfig) -> str:
 def active_strategy(settings: TrainerConfig) -> str:
     """Return the strategy in use: single in jobs that form no process group."""
     return strategy_name(settings) if dist.is_initialized() else "single"
-
-
-def check_strategy(config: Config, device: torch.device) -> None:
-    """Raise UserError if settings of trainer.* and model.quantization exclude each other."""
-    settings, strategy = config.trainer, strategy_name(config.trainer)
-    count = settings.devices * settings.num_nodes
-    sharded, is_cuda = strategy == "fsdp", device.type == "cuda"
-    fitted = isinstance(config.attention, FitOptions) and config.attention.calibration_sequences > 0
-    rules = [
-        (strategy == "single" and count > 1, f"trainer.devices must be 1 with trainer.strategy=single (got {count} "
-         "processes). Use ddp or fsdp."),
-        (settings.accumulate % count > 0, f"trainer.accumulate must be a multiple of {count}, the processes (got "
-         f"{settings.accumulate}). Type trainer.accumulate={-(-settings.accumulate // count) * count}, with a smaller "
-         "trainer.batch_size for as many sequences a step."),
-        (fitted and sharded, "attention.calibration_sequences must be 0 with trainer.strategy=fsdp: "
-         f"{config.attention.name} is fitted to a whole model. Use trainer.strategy=ddp, or a fitted adapter."),
-        (bool(config.eval.fit_variants) and sharded, "eval.fit_variants must be empty with trainer.strategy=fsdp (got "
-         f"{config.eval.fit_variants}): they are fitted to a whole model. Use trainer.strategy=ddp."),
-    ]  # fmt: skip
-    if config.model.quantization != "none":
-        key = f"model.quantization={config.model.quantization}"
-        rules += [
-            (not is_cuda, f"{key} needs a CUDA GPU (got {device.type}). Use model.quantization=none."),
-            (config.recipe.trains("all"), f"{key} needs a frozen base (got recipe={config.recipe.name}). Use "
-             "model.quantization=none, or recipe=retrofit."),
-            (sharded, f"{key} cannot be sharded (got trainer.strategy=fsdp). Use trainer.strategy=ddp or single."),
-        ]  # fmt: skip
-    for violated, message in rules:
-        if violated:
-            raise UserError(message)
 
 
 def place_base(model: PreTrainedModel, config: Config, device: torch.device) -> None:
@@ -295,30 +234,6 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def gather_state(state: Any) -> Any:
-    """Gather sharded tensors in nested dicts and lists on the CPU of process 0.
-
-    All processes must call this; the others get None in their place, and never hold more than one whole tensor.
-    """
-    if isinstance(state, dict):
-        return {key: gather_state(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [gather_state(value) for value in state]
-    if not isinstance(state, DTensor):
-        return state
-    whole = gather_tensor(state)
-    return whole.cpu() if is_main() else None
-
-
-def shard_like(reference: Tensor, tensor: Tensor) -> Tensor:
-    """Shard `tensor` like `reference`, if that is sharded."""
-    if not isinstance(reference, DTensor):
-        return tensor
-    return distribute_tensor(
-        tensor.to(reference.device), reference.device_mesh, reference.placements, src_data_rank=None
-    )
-
-
 def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
@@ -334,18 +249,8 @@ def broadcast_attached(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Average over processes, in one all-reduce, the gradients that FSDP does not handle."""
-    gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
-    if world_size() == 1 or not gradients:
-        return
-    flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat)
-    averages = flat.div_(world_size()).split([g.numel() for g in gradients])
-    for gradient, average in zip(gradients, averages, strict=True):
-        gradient.copy_(average.view_as(gradient))
-
-
-def global_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Return the 2-norm of all gradients; sharded ones are gathered as scalars."""
-    norms = [gather_tensor(p.grad.norm()) for p in parameters if p.grad is not None]
-    return torch.stack(norms).norm() if norms else torch.tensor(0.0)
+    """Average over processes the gradients that FSDP does not handle."""
+    for gradient in [p.grad for p in parameters if p.grad is not None] if world_size() > 1 else ():
+        if not isinstance(gradient, DTensor):
+            dist.all_reduce(gradient)
+            gradient /= world_size()

@@ -6,17 +6,25 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from transformers import PreTrainedModel
 
 from focus_exp.config import PhaseConfig
 from focus_exp.errors import UserError
 from focus_exp.models.head import Head
+from focus_exp.models.load import gather_tensor
 from focus_exp.models.methods import (
     disable_method,
     find_routers,
@@ -25,43 +33,61 @@ from focus_exp.models.methods import (
     temporary_attributes,
     update_balance,
 )
-from focus_exp.training.distributed import (
-    all_gather_object,
-    all_reduce_mean,
-    average_gradients,
-    gather_state,
-    global_norm,
-    is_sharded,
-    rank,
-    shard_like,
-)
+from focus_exp.training.distributed import all_gather_object, average_gradients, rank
 
 
 class LanguageModelTask(pl.LightningModule):
     """Train the parameters that `phase.trainable` names on next-token prediction or distillation.
 
-    A checkpoint holds the trained and attached parameters, optimizer, schedule and random states. Losses are averaged
-    over processes, so that all of them stop at the same non-finite step.
+    A checkpoint holds the trained and attached parameters, optimizer, schedule and random states, of any number of
+    processes. Optimization is manual, so that a batch of the loader is an optimizer step, and a checkpoint is never
+    within one.
+
+    Args:
+        batch_size: sequences of a forward pass.
     """
 
-    def __init__(self, model: PreTrainedModel, phase: PhaseConfig, name: str, gradient_clip: float = 1.0) -> None:
+    model: PreTrainedModel
+
+    def __init__(
+        self, model: PreTrainedModel, phase: PhaseConfig, name: str, batch_size: int = 1, gradient_clip: float = 1.0
+    ) -> None:
         super().__init__()
-        self.model, self.phase, self.name, self.gradient_clip = model, phase, name, gradient_clip
+        self.automatic_optimization = False
+        # not a submodule: Lightning would move a base that is sharded or quantized
+        object.__setattr__(self, "model", model)
+        self.phase, self.name, self.batch_size, self.gradient_clip = phase, name, batch_size, gradient_clip
         self.trainable_names = freeze(model, phase.trainable)
         if not self.trainable_names:
             raise UserError(f"recipe.phases.{name}.trainable={phase.trainable}: the model has no such parameters.")
-        self.strict_loading = False  # on_load_checkpoint checks that the trained part is complete
-        self._random_state: dict[str, Tensor] | None = None
+        self.restored: dict[str, Any] = {}
 
-    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        """Return the loss of `batch["input_ids"]` `(B, T)`, auxiliary router losses included."""
-        with auxiliary_losses(self.model) as auxiliary:
-            loss = self.loss(batch["input_ids"])
-        mean = all_reduce_mean(loss.detach())
+    def training_step(self, batch: dict[str, Tensor], index: int) -> None:
+        """Take an optimizer step on `batch["input_ids"]` `(B, T)`; `metrics` are its loss, gradient norm and rate."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        losses, parts = [], batch["input_ids"].split(self.batch_size)
+        for tokens in parts:
+            with auxiliary_losses(self.model) as auxiliary:
+                loss = self.loss(tokens)
+            losses.append(loss.detach())
+            self.manual_backward(torch.stack([loss, *auxiliary]).sum() / len(parts))
+        # the mean over processes, so that all of them stop at the same step
+        means = all_gather_object(torch.stack(losses).mean().item())
+        mean = sum(means) / len(means)
         self.check_finite("loss", mean)
-        # what Lightning hands to callbacks is divided by the accumulated batches
-        self.last_loss = mean
-        return loss + torch.stack(auxiliary).sum() if auxiliary else loss
+        parameters = self.trainable_parameters()
+        average_gradients(parameters)
+        norm = torch.stack([gather_tensor(p.grad.norm()) for p in parameters if p.grad is not None]).norm()
+        self.check_finite("gradient norm", norm.item())
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip, norm, foreach=False)
+        rate = optimizer.param_groups[0]["lr"]
+        self.metrics = {"loss": mean, "learning_rate": rate, "gradient_norm": norm.item()}
+        optimizer.step()
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step()
+        update_balance(self.model)
+        self.log("loss", mean, prog_bar=True, logger=False)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Return the mean loss of tokens `(B, T)` [nats/token]: cross-entropy, or KL from the base."""
@@ -83,41 +109,15 @@ class LanguageModelTask(pl.LightningModule):
     def head(self) -> Head:
         return Head(self.model)
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for p in self.trainable_parameters() if p.grad is not None]
-        if is_sharded(self.model):
-            average_gradients(parameters)
-        self.gradient_norm = global_norm(parameters)
-        self.check_finite("gradient norm", self.gradient_norm)
-        # here, because Lightning computes a norm of its own, not of sharded and whole gradients together
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip, self.gradient_norm, foreach=False)
-        # read here: by the time the step is logged the scheduler has advanced
-        self.learning_rate = optimizer.param_groups[0]["lr"]
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        update_balance(self.model)
-
-    def check_finite(self, name: str, value: Tensor) -> None:
+    def check_finite(self, name: str, value: float) -> None:
         """Raise UserError if `value` is NaN or infinite."""
-        if not torch.isfinite(value):
+        if not math.isfinite(value):
             raise UserError(
-                f"the {name} must be finite (got {value.item()} at step {self.global_step + 1} of phase {self.name}). "
+                f"the {name} must be finite (got {value} at step {self.global_step + 1} of phase {self.name}). "
                 "Lower recipe.phases.*.learning_rate or trainer.gradient_clip."
             )
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Do nothing: the model stays where `place_base` has put it."""
-        return self
-
-    def cpu(self) -> Self:
-        return self
-
-    def changes(self, name: str) -> bool:
-        """Return whether a step may change `name`; methods move buffers whatever is trained."""
-        return is_trainable(name, self.phase.trainable) or is_trainable(name, "router")
-
-    def trainable_parameters(self) -> list[torch.nn.Parameter]:
+    def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def configure_optimizers(self) -> Any:
@@ -128,43 +128,43 @@ class LanguageModelTask(pl.LightningModule):
         groups = [{"params": matrices, "weight_decay": phase.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=phase.learning_rate, betas=(0.9, 0.95))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_scale(step, phase))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return [optimizer], [scheduler]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["state_dict"]
-        state = {name: state[name] for name in state if self.changes(name.removeprefix("model."))}
-        optimizer_states = gather_state(checkpoint["optimizer_states"])
-        checkpoint.update(state_dict=gather_state(state), optimizer_states=optimizer_states)
-        random_state = {"cpu": torch.get_rng_state()}
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        state = get_model_state_dict(self.model, options=options)
+        random_states = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
-            random_state["cuda"] = torch.cuda.get_rng_state()
-        checkpoint["random_states"] = all_gather_object(random_state)
+            random_states["cuda"] = torch.cuda.get_rng_state()
+        checkpoint |= {
+            "model": {name: tensor for name, tensor in state.items() if self.changes(name)},
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizers(False), options=options),
+            "optimizer_states": [],
+            "random_states": all_gather_object(random_states),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        required = {f"model.{name}" for name in self.trainable_names}
-        if missing := sorted(required - set(checkpoint["state_dict"])):
+        if missing := sorted(set(self.trainable_names) - set(checkpoint.get("model", ()))):
             raise UserError(f"the checkpoint has no {missing[0]}, which is trained. Start again with overwrite=true.")
-        current = self.state_dict()
-        for name, tensor in checkpoint["state_dict"].items():
-            checkpoint["state_dict"][name] = shard_like(current[name], tensor)
-        parameters = sorted(self.trainable_parameters(), key=lambda p: p.ndim < 2)  # as in configure_optimizers
-        for index, values in checkpoint["optimizer_states"][0]["state"].items():
-            for name, tensor in values.items():
-                if tensor.shape == parameters[index].shape:
-                    values[name] = shard_like(parameters[index], tensor)
-        states = checkpoint["random_states"]
-        # an additional process keeps its freshly seeded state
-        self._random_state = states[rank()] if rank() < len(states) else None
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counts in (progress["total"], progress["current"]):  # the loader has the batches that are left
-            counts.update(ready=0, started=0, processed=0, completed=0)
+        self.restored = checkpoint
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(self.model, checkpoint["model"], options=options)
 
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if self._random_state is not None:
-            torch.set_rng_state(self._random_state["cpu"])
-            if "cuda" in self._random_state and torch.cuda.is_available():
-                torch.cuda.set_rng_state(self._random_state["cuda"])
-            self._random_state = None
+    def on_train_start(self) -> None:
+        if not self.restored:
+            return
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizers(False), self.restored["optimizer"], options=options)
+        states, self.restored = self.restored["random_states"], {}
+        for device, state in states[rank()].items() if rank() < len(states) else ():  # else it stays freshly seeded
+            if device == "cpu":
+                torch.set_rng_state(state)
+            elif torch.cuda.is_available():
+                torch.cuda.set_rng_state(state)
+
+    def changes(self, name: str) -> bool:
+        """Return whether a step may change `name`; methods move buffers whatever is trained."""
+        return is_trainable(name, self.phase.trainable) or is_trainable(name, "router")
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment
-from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -24,7 +23,6 @@ from focus_exp.attention.options import MAX_SEED
 from focus_exp.config import Config, PhaseConfig
 from focus_exp.data import SequenceDataset, make_loader
 from focus_exp.models.methods import attached_methods, find_routers, temporary_attributes
-from focus_exp.progress import ProgressBar
 from focus_exp.results.metrics import METRICS
 from focus_exp.training.callbacks import (
     PROBES,
@@ -33,17 +31,12 @@ from focus_exp.training.callbacks import (
     Checkpoint,
     GateAnnealing,
     Metrics,
+    PhaseBar,
     Probe,
     StepLog,
 )
 from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path, minutes_between, read_checkpoint
-from focus_exp.training.distributed import (
-    active_strategy,
-    broadcast_object,
-    is_main,
-    rank,
-    world_size,
-)
+from focus_exp.training.distributed import broadcast_object, is_main, rank, world_size
 from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
 
@@ -67,95 +60,72 @@ def train_phases(
         probed: tokens `(B, T)` on which router statistics are recorded.
         between: called with the name of every phase but the last, after it.
     """
-    steps, phases = 0, config.phases
-    for index, (name, phase) in enumerate(phases):
-        seed = config.seed + index
-        if phase.steps:
-            train_phase(model, blocks, config, phase, name, seed, precision, folder, loggers, probed, steps)
-        steps += phase.steps
-        if index + 1 < len(phases):
-            between(name)
-    return steps
+    for library in ("pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", module=library)
+    settings, done, is_cuda = config.trainer, 0, precision.device.type == "cuda"
+    for index, (name, phase) in enumerate(config.phases):
+        if index:
+            between(config.phases[index - 1][0])
+        if not phase.steps:
+            continue
+        seed, path = config.seed + index, checkpoint_path(folder / CHECKPOINTS, name)
+        pl.seed_everything((seed + 1_000_003 * rank()) % (MAX_SEED + 1), verbose=False)
+        task = LanguageModelTask(model, phase, name, settings.batch_size, settings.gradient_clip)
+        is_resumed = broadcast_object(path.exists())
+        steps = range(read_checkpoint(path, mmap=True)["global_step"] if is_resumed else 0, phase.steps)
+        loader = make_loader(
+            blocks, settings.batch_size, seed, steps, accumulate=settings.accumulate, rank=rank(),
+            world_size=world_size(),
+        )  # fmt: skip
+        trainer = pl.Trainer(
+            accelerator="gpu" if is_cuda else "cpu",
+            devices=[torch.cuda.current_device()] if is_cuda else 1,  # to Lightning each process is the only one
+            precision=precision.lightning,
+            max_steps=phase.steps,
+            max_epochs=-1,
+            logger=loggers or False,
+            callbacks=make_callbacks(task, config, precision, folder, probed, first_step=done),
+            plugins=[LightningEnvironment(), CheckpointIO()],
+            enable_progress_bar=settings.progress,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        set_training_mode(model, phase)
+        # what callbacks set in routers
+        state = {"projected": None, "gate_steepness": config.focus.gate_steepness} if config.has_router else {}
+        with (
+            temporary_attributes(find_routers(model).values(), **state),
+            checkpoint_layers(model, settings.gradient_checkpointing),
+        ):
+            trainer.fit(task, loader, ckpt_path=path if is_resumed else None, weights_only=True)
+        model.eval()
+        done += phase.steps
+    return done
 
 
 def tokens_per_step(config: Config) -> int:
     return config.trainer.batch_size * config.trainer.accumulate * config.data.seq_len
 
 
-def train_phase(
-    model: PreTrainedModel,
-    blocks: SequenceDataset,
-    config: Config,
-    phase: PhaseConfig,
-    name: str,
-    seed: int,
-    precision: Precision,
-    folder: Path,
-    loggers: Sequence[Logger],
-    probed: Tensor | None = None,
-    first_step: int = 0,
-) -> None:
-    """Train one phase; earlier phases took `first_step` steps."""
-    settings = config.trainer
-    quiet_lightning()
-    pl.seed_everything((seed + 1_000_003 * rank()) % (MAX_SEED + 1), verbose=False)
-    task = LanguageModelTask(model, phase, name, settings.gradient_clip)
-    saved = checkpoint_path(folder / CHECKPOINTS, name)
-    resume = broadcast_object(saved.exists())
-    steps = range(read_checkpoint(saved, mmap=True)["global_step"] if resume else 0, phase.steps)
-    loader = make_loader(
-        blocks, settings.batch_size, seed, steps, accumulate=settings.accumulate, rank=rank(), world_size=world_size()
-    )
-    every = settings.probe_every
-    if every is None:
-        every = max(1, phase.steps // PROBES_PER_PHASE)
-    callbacks: list[pl.Callback] = []
-    bar = ProgressBar(
-        total=phase.steps, initial=steps.start, desc=f"training {name}", unit="step", leave=True,
-        disable=not (settings.progress and steps),
-    )  # fmt: skip
+def make_callbacks(
+    task: LanguageModelTask, config: Config, precision: Precision, folder: Path, probed: Tensor | None, first_step: int
+) -> list[pl.Callback]:
+    """Return the callbacks of a phase in the order in which they see a step; earlier phases took `first_step`."""
+    settings, model, name, steps = config.trainer, task.model, task.name, task.phase.steps
+    every = max(1, steps // PROBES_PER_PHASE) if settings.probe_every is None else settings.probe_every
+    callbacks: list[pl.Callback] = [PhaseBar()] if settings.progress else []
     if is_main():
-        metrics = StepLog(folder / METRICS, name, first_step)
-        callbacks += [Metrics(metrics, settings.log_every, tokens_per_step(config), bar)]
-    if config.has_router:
+        callbacks += [Metrics(StepLog(folder / METRICS, name, first_step), settings.log_every, tokens_per_step(config))]
+    if config.has_router and config.focus.centroid_update != "gradient":
         callbacks += [CentroidUpdates(model, config.focus)]
+    if config.has_router and config.focus.gate_steepness_start is not None:
+        callbacks += [GateAnnealing(model, config.focus.gate_steepness_start, config.focus.gate_steepness)]
     if probed is not None and every and find_routers(model):
         callbacks += [Probe(StepLog(folder / PROBES, name, first_step), every, model, probed, precision)]
-    trained = sum(parameter.numel() for parameter in task.trainable_parameters())
-    minutes = minutes_between(settings.checkpoint_minutes, trained)
-    callbacks += [Checkpoint(saved, settings.checkpoint_every, minutes)]
-    if config.has_router and config.focus.gate_steepness_start is not None:
-        callbacks += [GateAnnealing(config.focus.gate_steepness_start, config.focus.gate_steepness)]
-    # to Lightning each process is the only one, unless they have copies of the model
-    is_cuda, is_ddp = precision.device.type == "cuda", active_strategy(settings) == "ddp"
-    trainer = pl.Trainer(
-        accelerator="gpu" if is_cuda else "cpu",
-        strategy=DDPStrategy(broadcast_buffers=False) if is_ddp else "auto",
-        devices=settings.devices if is_ddp else [torch.cuda.current_device()] if is_cuda else 1,
-        num_nodes=settings.num_nodes if is_ddp else 1,
-        precision=precision.lightning,
-        max_steps=phase.steps,
-        max_epochs=-1,
-        accumulate_grad_batches=settings.accumulate // world_size(),
-        logger=loggers or False,
-        callbacks=callbacks,
-        plugins=[LightningEnvironment(), CheckpointIO()],
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-    )
-    set_training_mode(model, phase)
-    # what callbacks set in routers
-    state = {"projected": None, "gate_steepness": config.focus.gate_steepness} if config.has_router else {}
-    with (
-        bar,
-        temporary_attributes(find_routers(model).values(), **state),
-        checkpoint_layers(model, settings.gradient_checkpointing),
-    ):
-        trainer.fit(task, loader, ckpt_path=saved if resume else None, weights_only=True)
-    model.eval()
+    minutes = minutes_between(settings.checkpoint_minutes, sum(p.numel() for p in task.trainable_parameters()))
+    return [*callbacks, Checkpoint(checkpoint_path(folder / CHECKPOINTS, name), settings.checkpoint_every, minutes)]
 
 
 def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
@@ -171,20 +141,15 @@ def checkpoint_layers(model: PreTrainedModel, is_enabled: bool) -> Iterator[None
 
     Re-entrant checkpointing would drop gradients that reach only the router. The second pass collects no tokens.
     """
-    recomputation = partial(temporary_attributes, find_routers(model).values(), projected=None)
+    routers = list(find_routers(model).values())
     layers: list[Any] = [m for m in model.modules() if is_enabled and isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:
         layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputation())
-        )
+            checkpoint, layer.forward, use_reentrant=False,
+            context_fn=lambda: (nullcontext(), temporary_attributes(routers, projected=None)),
+        )  # fmt: skip
     try:
         yield
     finally:
         for layer in layers:
             del layer.forward
-
-
-def quiet_lightning() -> None:
-    for name in ("pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", module=name)
