@@ -106,21 +106,24 @@ def train(config: Config) -> None:
 
         others = run.record.measurements
 
-        def write() -> None:
-            run.record.measurements = others
-            setup.write(run)
-
         def print_round(scored: int, total: int) -> None:
-            write()
-            run.record.error = f"{scored} of {total} sequences scored"
-            print(f"{scored} of {total} sequences:")
-            run.write_report()
+            print_table(run, setup, others, f"{scored} of {total} sequences")
 
         def fit_variants_last() -> None:
             others.extend(fit_variants(run, model, texts, fitted, setup.perplexity))
 
         run_on_rank_zero(model, lambda: setup.measure_attached(fit_variants_last, print_round))
-        write()
+        run.record.measurements = others
+        setup.write(run)
+
+
+def print_table(run: Run, setup: Setup, others: list[Measurement], progress: str) -> None:
+    """Print and write the table of what has been scored, next to `others`; `progress` says how much that is."""
+    run.record.measurements = others
+    setup.write(run)
+    run.record.error = f"{progress} scored"
+    print(f"{progress}:")
+    run.write_report()
 
 
 def save_weights(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -243,16 +246,13 @@ def fit(run: Run, model: PreTrainedModel, sequences: SequenceDataset, setup: Set
 
 def preview(run: Run, setup: Setup, balancing: list[Tensor]) -> None:
     """Print and write the table of the first sequences with the router that the warm start left."""
-    record, evaluator = run.record, setup.perplexity
-    measured = record.measurements
+    evaluator, others = setup.perplexity, run.record.measurements
     with temporary_calibration(setup.model, balancing, run.precision):
         evaluator.begin_round(1)
         evaluator.measure_variants()
-    setup.write(run)
-    record.error = f"the router before its training, {len(evaluator.scored)} of {len(evaluator.indices)} sequences"
-    print(f"{record.error}:")
-    run.write_report()
-    record.measurements, record.error = measured, None
+    scored, total = len(evaluator.scored), len(evaluator.indices)
+    print_table(run, setup, others, f"the router before its training, {scored} of {total} sequences")
+    run.record.measurements, run.record.error = others, None
 
 
 def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDataset, is_resumed: bool) -> list[Tensor]:
