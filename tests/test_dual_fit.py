@@ -92,7 +92,9 @@ def test_loss_changes_equal_gradient_by_presence_of_a_pair(softcap, with_sinks):
     o = (e @ v.repeat_interleave(3, 1)) / (e.sum(-1, keepdim=True) + sink_mass)
     o.retain_grad()
     (o * target).sum().sin().backward()
-    _, changes = loss_changes(q, k, v, o.grad, visible, AttentionArgs(0.5, softcap, sink_logits=sink_logits))
+    _, changes = loss_changes(
+        q, k, v, o.detach(), o.grad, visible, AttentionArgs(0.5, softcap, sink_logits=sink_logits)
+    )
     torch.testing.assert_close(changes.flatten(1, 2), -present.grad)
 
 
@@ -107,11 +109,12 @@ def test_loss_probe_records_all_pairs_in_row_blocks():
     length, probe = importance.ROWS + 20, Recorder(LayerShape(8, 4, 8, 0, 2), WINDOW, SINKS)
     q, k, v = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
     gradient, sequence, rows = torch.randn(1, 4, length, 8), Sequence.plain(1, length), slice(0, length)
-    (probe.attend(q, k, v, Selection(), sequence, AttentionArgs(0.5)) * gradient).sum().backward()
+    output = probe.attend(q, k, v, Selection(), sequence, AttentionArgs(0.5))
+    (output * gradient).sum().backward()
     visible = base_mask(sequence, rows, length)
     distant = visible[0] & ~local_mask(sequence, rows, length, WINDOW, SINKS)[0]
     with torch.no_grad():
-        expected = loss_changes(q, k, v, gradient, visible, AttentionArgs(0.5))
+        expected = loss_changes(q, k, v, output, gradient, visible, AttentionArgs(0.5))
     assert [part.rows.stop for part in recorded] == [importance.ROWS, length]
     for part in recorded:
         assert torch.equal(part.distant, distant[part.rows, : part.rows.stop])
@@ -129,11 +132,11 @@ def test_pruned_change_equals_change_without_the_unread_groups(heads):
     distant = ~local_mask(Sequence.plain(1, length), slice(0, length), length, WINDOW, SINKS)[0]
     members = torch.eye(groups, dtype=torch.float64)[torch.randint(groups, (heads, length))]
     order = torch.rand(heads, length, groups).argsort(-1)
-    p, change = (x[0] * distant for x in loss_changes(q, k, v, gradient, visible, AttentionArgs(1.0)))
-    by_head = members[:, None].expand(2 if heads > 1 else 1, -1, -1, -1)
-    lost = pruned_change(change @ by_head, p @ by_head, order, heads)
     s = q @ k.repeat_interleave(2, 1).transpose(-1, -2)
     full = s.masked_fill(~visible[:, None], float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
+    p, change = (x[0] * distant for x in loss_changes(q, k, v, full, gradient, visible, AttentionArgs(1.0)))
+    by_head = members[:, None].expand(2 if heads > 1 else 1, -1, -1, -1)
+    lost = pruned_change(change @ by_head, p @ by_head, order, heads)
     for count in range(groups + 1):
         read = torch.zeros(heads, length, groups, dtype=torch.float64).scatter(-1, order[..., :count], 1.0)
         kept = visible & (~distant | (read @ members.transpose(-1, -2) > 0))

@@ -102,7 +102,7 @@ def test_lists_tables_compose(name, scale):
         made = [compose_overrides(table_overrides(table, config)) for table in [*tables.values()][::every]]
     assert {run.budget["name"] for run in made} <= {scale}
     assert set(tables) >= set(config.reproduce.only)
-    if config.reproduce.only:  # no table is left out but for another seed of it
+    if config.reproduce.only and scale != "quick":  # no table is left out but for another seed of it
         assert all(
             any(part.startswith("seed=") for part in tables[name])
             for name in tables

@@ -133,7 +133,7 @@ def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_pat
         return [*tiny(tmp_path, runs), router_steps(1), *options, "eval.max_sequences=12", "eval.top_k=[1]"]
 
     whole = run(*command("whole"))
-    assert whole.code == 0 and "4 of 12 sequences:" in whole.out
+    assert whole.code == 0 and "4 of 12 sequences scored:" in whole.out
     scored, score, fits, fit = [], perplexity.score, [], train.fit_attached
 
     def stop_at_second_score(*arguments):

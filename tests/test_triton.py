@@ -188,4 +188,4 @@ def test_triton_compiles_every_kernel():
     """The interpreter runs what it would refuse: a variable of a loop that changes its type, a sum of other shapes."""
     script = Path(__file__).parent / "compiled_kernels.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.stdout.count(": sm_90, ") == 11, done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout.count(": sm_90, ") >= 13, done.stderr[-2000:]

@@ -132,13 +132,18 @@ def balance_potential(
         sharpness: above 1 balances the sharpened assignment, which tends to the counts of hard routing.
     """
     rows = logits.reshape(-1, logits.shape[-1]) if valid is None else logits[valid]
-    log_tokens, log_groups = torch.tensor([float(size) for size in rows.shape]).log()
+    return equalize(rows, start, iterations if len(rows) else 0, sharpness)
+
+
+def equalize(logits: Tensor, start: Tensor, iterations: int, sharpness: float = 1.0) -> Tensor:
+    """Find `balance_potential` `(..., K)` of tokens `(..., N, K)`, from `start` `(..., K)`."""
+    log_tokens, log_groups = torch.tensor([float(size) for size in logits.shape[-2:]]).log()
     potential = start
-    for _ in range(iterations if len(rows) else 0):
-        mass = ((rows + potential) * sharpness).log_softmax(-1).logsumexp(0) - log_tokens
+    for _ in range(iterations):
+        mass = ((logits + potential.unsqueeze(-2)) * sharpness).log_softmax(-1).logsumexp(-2) - log_tokens
         # damped by the sharpness: a potential moves sharpened masses that much faster
         potential = potential - (mass + log_groups) / sharpness
-    return potential - potential.mean()
+    return potential - potential.mean(-1, keepdim=True)
 
 
 def balance_loss(assignment: Tensor) -> Tensor:

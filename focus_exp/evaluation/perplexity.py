@@ -255,6 +255,7 @@ class PerplexityEvaluator:
         self.scores: dict[str, Scores] = {}
         self.variants: list[Variant] = []
         self.after_phases: list[Measurement] = []
+        self.has_preview = False
         focus = self.config.focus if self.config.has_router else None
         self.configured = hard_variant("focus", focus.top_k, focus.pair_rule) if focus else ""
 
@@ -286,24 +287,35 @@ class PerplexityEvaluator:
 
     def measure_attached(
         self,
-        before_last: Callable[[], None] = lambda: None,
         on_round: Callable[[int, int], None] | None = None,
+        fit_more: Callable[[], None] | None = None,
     ) -> None:
         """Score what is attached or trained, on all sequences.
 
         Args:
-            before_last: called before the last round.
-            on_round: called after earlier rounds with the sequences that are scored, and all. There are none without
-                it, or with a trained base.
+            on_round: called with the sequences that are scored, and all, before there are more rows. Without it, or
+                with a trained base, all sequences are scored at once.
+            fit_more: adds adapters after the last round, which are then scored.
         """
         last = len(self.rounds)
         if on_round and self.is_base_frozen:
-            for count in range(1, last):
+            for count in range(1 + self.has_preview, last):
                 self.begin_round(count)
                 self.measure_variants()
                 on_round(len(self.scored), len(self.indices))
-        before_last()
         self.begin_round(last)
+        self.measure_variants()
+        if fit_more:
+            if on_round:
+                on_round(len(self.scored), len(self.indices))
+            fit_more()
+            self.begin_round(last)
+            self.measure_variants()
+
+    def measure_preview(self) -> None:
+        """Score the first round of a router before its training; `measure_attached` then begins with the next."""
+        self.has_preview = True
+        self.begin_round(1)
         self.measure_variants()
 
     def begin_round(self, count: int) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from focus_exp.attention.options import FitOptions
 from focus_exp.config import AttentionConfig, Config, get_method_options
-from focus_exp.evaluation.controls import full_attention
-from focus_exp.evaluation.perplexity import PerplexityEvaluator, score
+from focus_exp.evaluation.controls import BASE
+from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.models.methods import is_causal, swap_attachment
-from focus_exp.speed.timing import time_once
 from focus_exp.training.focus_dual_fit.importance import fitted_methods
 
 # Passes that other work takes, measured with SmolLM2-135M on two CPU cores: of a sequence under a method, trained on,
@@ -52,7 +49,7 @@ def count_passes(config: Config, evaluator: PerplexityEvaluator, variants: list[
     if focus:
         controls = config.eval.controls
         if evaluator.is_base_frozen:  # the router before its training, and controls that are matched in each round
-            passes["scoring"] += ROUTED * ((rows - len(variants)) * first + 2 * controls * (total - last))
+            passes["scoring"] += ROUTED * ((rows - len(variants)) * first + 2 * controls * (total - last - first))
         passes["training"] += 1.3 * focus.warm_start_sequences + WARMED * focus.warm_start_steps
         passes["training"] += 2 * ROUTED * focus.balance_sequences
     size, fits = sum(p.numel() for p in model.parameters()), [*variants, config.attention]
@@ -66,11 +63,13 @@ def count_passes(config: Config, evaluator: PerplexityEvaluator, variants: list[
 
 
 def estimate(config: Config, evaluator: PerplexityEvaluator, variants: list[AttentionConfig]) -> str:
-    """Return one line on the minutes that job=train takes; fits in the cache take none."""
-    model, precision = evaluator.model, evaluator.precision
-    one = partial(score, model, evaluator.blocks, evaluator.indices[:1], 1, precision, "estimating the time")
-    with full_attention(model):
-        seconds = min(time_once(one, precision.device) for _ in range(2))  # the first allocates
+    """Return one line on the minutes that job=train takes; fits in the cache take none.
+
+    The seconds of a pass are those of the base on the first sequences.
+    """
+    if BASE not in evaluator.scores:
+        return "estimate: none, because the base could not be scored"
+    seconds = evaluator.scores[BASE].seconds / len(evaluator.scored)
     passes = count_passes(config, evaluator, variants)
     parts = ", ".join(f"{stage} {count:.0f}" for stage, count in passes.items())
     minutes = sum(passes.values()) * seconds / 60

@@ -59,10 +59,10 @@ class Setup:
         self.benchmarks.require_score()
 
     def measure_attached(
-        self, before_last: Callable[[], None] = lambda: None, on_round: Callable[[int, int], None] | None = None
+        self, on_round: Callable[[int, int], None] | None = None, fit_more: Callable[[], None] | None = None
     ) -> None:
         """Score what is attached or trained; see `PerplexityEvaluator`."""
-        self.perplexity.measure_attached(before_last, on_round)
+        self.perplexity.measure_attached(on_round, fit_more)
         self.benchmarks.measure_attached()
 
     def write(self, run: Run) -> None:

@@ -63,8 +63,8 @@ def train(config: Config) -> None:
     adapter-<variant>/ for each of eval.fit_variants, model/ where all weights are trained, record.json,
     measurements.csv, losses.csv, table.md, figures/ and a W&B run (online with a key; logger.wandb=disabled writes
     none). Re-run the same command to resume, to the same numbers; overwrite=true repeats a finished run. With a frozen
-    base perplexity is measured on 4 sequences before a router is trained, then on 4, 16, 64, ... and all; the table is
-    printed and written each time, the last time with the variants of eval.fit_variants.
+    base perplexity is measured on 4 sequences before a router is trained, then on 16, 64, ... and all; the table is
+    printed and written each time, and last with the variants of eval.fit_variants.
 
     assets=auto|hub|embedded chooses where weights and data may come from. A substitute is named in the first lines,
     in the path and in every table. Shorter than 256 tokens on a CPU and 2,048 on a GPU, masked attention gives the
@@ -94,10 +94,10 @@ def train(config: Config) -> None:
             run_on_rank_zero(model, setup.measure_base)
         attach_method(model, tuned)
         texts = {name: variant_text(variant, tuned, setup, sequences) for name, variant in fitted.items()}
-        if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
-            print(estimate(tuned, setup.perplexity, [variant.attention for variant in fitted.values()]))
         if not has_lora:
             run_on_rank_zero(model, setup.measure_base)
+        if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
+            print(estimate(tuned, setup.perplexity, [variant.attention for variant in fitted.values()]))
         with run.count_training_time():
             fit(run, model, sequences, setup)
             if tuned.recipe.trains("all"):
@@ -107,12 +107,13 @@ def train(config: Config) -> None:
         others = run.record.measurements
 
         def print_round(scored: int, total: int) -> None:
-            print_table(run, setup, others, f"{scored} of {total} sequences")
+            more = ", others to be fitted" if scored == total else ""
+            print_table(run, setup, others, f"{scored} of {total} sequences scored{more}")
 
-        def fit_variants_last() -> None:
+        def fit_more() -> None:
             others.extend(fit_variants(run, model, texts, fitted, setup.perplexity))
 
-        run_on_rank_zero(model, lambda: setup.measure_attached(fit_variants_last, print_round))
+        run_on_rank_zero(model, lambda: setup.measure_attached(print_round, fit_more if fitted else None))
         run.record.measurements = others
         setup.write(run)
 
@@ -121,7 +122,7 @@ def print_table(run: Run, setup: Setup, others: list[Measurement], progress: str
     """Print and write the table of what has been scored, next to `others`; `progress` says how much that is."""
     run.record.measurements = others
     setup.write(run)
-    run.record.error = f"{progress} scored"
+    run.record.error = progress
     print(f"{progress}:")
     run.write_report()
 
@@ -248,10 +249,9 @@ def preview(run: Run, setup: Setup, balancing: list[Tensor]) -> None:
     """Print and write the table of the first sequences with the router that the warm start left."""
     evaluator, others = setup.perplexity, run.record.measurements
     with temporary_calibration(setup.model, balancing, run.precision):
-        evaluator.begin_round(1)
-        evaluator.measure_variants()
+        evaluator.measure_preview()
     scored, total = len(evaluator.scored), len(evaluator.indices)
-    print_table(run, setup, others, f"the router before its training, {scored} of {total} sequences")
+    print_table(run, setup, others, f"the router before its training, {scored} of {total} sequences scored")
     run.record.measurements, run.record.error = others, None
 
 

@@ -99,7 +99,7 @@ def record(
     return record_observations(model, methods, sequences, precision, folder, probe)
 
 
-FORMAT = 7  # increase when the same inputs give another fit
+FORMAT = 8  # increase when the same inputs give another fit
 
 
 @contextmanager

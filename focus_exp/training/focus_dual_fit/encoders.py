@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.router import balance_potential
+from focus_exp.attention.router import equalize
 from focus_exp.errors import UserError
 from focus_exp.training.focus_dual_fit.importance import Observation
 
@@ -187,13 +187,10 @@ def assign_evenly(x: Tensor, centers: Tensor, balanced: Tensor | None = None) ->
 
 def balancing_bias(logits: Tensor, iterations: int, sharpness: tuple[float, ...]) -> Tensor:
     """Return the bias `(n, K)` that gives the groups of logits `(n, N, K)` equal mass; the sharper, the harder."""
-    biases = []
-    for head in logits:
-        bias = torch.zeros_like(head[0])
-        for s in sharpness:
-            bias = balance_potential(head, bias, iterations, sharpness=s)
-        biases.append(bias)
-    return torch.stack(biases)
+    bias = torch.zeros_like(logits[:, 0])
+    for s in sharpness:
+        bias = equalize(logits, bias, iterations, s)
+    return bias
 
 
 def fit_key_encoder(
@@ -235,7 +232,7 @@ def fit_routing(
         logits = method.key_encoder(tokens)[0] * sharpness
         with torch.no_grad():
             start = torch.zeros_like(logits[:, 0]) if bias is None else bias * sharpness
-            now = torch.stack([balance_potential(x, b, 3) for x, b in zip(logits, start, strict=True)]) / sharpness
+            now = equalize(logits, start, 3) / sharpness
             bias = now if bias is None else bias.lerp(now, 0.2)
         return (logits + (bias * sharpness)[:, None]).softmax(-1)
 

@@ -97,14 +97,14 @@ class LossProbe(FullAttention):
         self, q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs
     ) -> Tensor:
         output = super().attend(q, k, v, selection, sequence, args)
-        q, k, v = (x.detach().float() for x in (q, k, v))
+        q, k, v, o = (x.detach().float() for x in (q, k, v, output))
 
         def changes(gradient: Tensor) -> Iterator[PairChanges]:
             for rows in row_blocks(q.shape[2], ROWS):
                 visible = base_mask(sequence, rows, rows.stop)
                 p, loss = loss_changes(
-                    q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], gradient[:, :, rows].float(),
-                    visible, args,
+                    q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], o[:, :, rows],
+                    gradient[:, :, rows].float(), visible, args,
                 )  # fmt: skip
                 distant = (visible & ~local_mask(sequence, rows, rows.stop, self.window, self.sinks))[0]
                 yield PairChanges(rows, distant, p[0], loss[0], visible[0].int().argmax(-1))
@@ -153,6 +153,7 @@ def loss_changes(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    output: Tensor,
     gradient: Tensor,
     visible: Tensor,
     args: AttentionArgs,
@@ -160,7 +161,7 @@ def loss_changes(
     """Compute attention P_ij and the first-order change of the loss, P_ij (o_i - v_j) . dL/do_i.
 
     Args:
-        q, gradient: `(B, H, t, D)`.
+        q, output, gradient: `(B, H, t, D)`, the output that of attention.
         k, v: `(B, G, S, D)`.
         visible: `(B, t, S)`, keys that a query attends to.
 
@@ -170,9 +171,8 @@ def loss_changes(
     s = scores(q, k, args)
     p = weights(s.masked_fill_(~visible[:, None], float("-inf")), args.sink_logits)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    output = (gradient * (p @ values)).sum(-1, keepdim=True)
     change = gradient @ values.transpose(-1, -2)
-    torch.sub(output, change, out=change).mul_(p)
+    torch.sub((gradient * output).sum(-1, keepdim=True), change, out=change).mul_(p)
     groups = (v.shape[1], -1)
     return p.unflatten(1, groups), change.unflatten(1, groups)
 
