@@ -249,8 +249,9 @@ def broadcast_attached(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Average over processes the gradients that FSDP does not handle."""
-    for gradient in [p.grad for p in parameters if p.grad is not None] if world_size() > 1 else ():
-        if not isinstance(gradient, DTensor):
+    """Average over processes the gradients that FSDP does not handle, such as those of an expert without tokens."""
+    for parameter in parameters if world_size() > 1 else ():
+        if not isinstance(parameter, DTensor):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(gradient)
-            gradient /= world_size()
+            parameter.grad = gradient.div_(world_size())

@@ -87,7 +87,6 @@ class LanguageModelTask(pl.LightningModule):
         scheduler: Any = self.lr_schedulers()
         scheduler.step()
         update_balance(self.model)
-        self.log("loss", mean, prog_bar=True, logger=False)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Return the mean loss of tokens `(B, T)` [nats/token]: cross-entropy, or KL from the base."""
