@@ -1,6 +1,7 @@
 """KV caches of attached models: decoding equals one pass over the sequence, and reads only the kept pairs."""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -290,6 +291,14 @@ def test_static_cache_all_pairs_kept_gives_base_text(tiny_model, family, setting
     for shown in (torch.ones_like(mask), mask):
         options = {**STATIC, "max_new_tokens": 8, "attention_mask": shown}
         assert model.generate(ids, **options).equal(base.generate(ids, **options))
+
+
+def test_quantized_cache_all_pairs_kept_gives_base_text(tiny_model):
+    base, model = tiny_model("llama"), attach_focus(tiny_model("llama"), window=40)
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}, "return_dict_in_generate": True}
+    options |= {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected, found = (one.generate(make_tokens(2, 21), **options) for one in (base, model))
+    assert found.sequences.equal(expected.sequences) and is_grouped(found.past_key_values)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -589,6 +598,8 @@ CACHE_TOOLS = {
     "repeat": lambda cache: cache.batch_repeat_interleave(2),
     "select": lambda cache: cache.batch_select_indices(torch.tensor([0])),
     "set": lambda cache: setattr(cache.layers[0], "keys", cache.layers[0].keys.clone()),
+    "offload": lambda cache: [layer.offload() or layer.prefetch() for layer in cache.layers],
+    "pickle": lambda cache: setattr(cache, "layers", pickle.loads(pickle.dumps(cache.layers))),
 }
 
 

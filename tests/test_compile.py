@@ -166,3 +166,16 @@ def test_compiled_training_step_equals_the_eager_one(tiny_model, method):
         assert paths(twin) == paths(model) == {"cpu"}
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(list(twin.buffers()), list(model.buffers()), rtol=1e-4, atol=1e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("method", ["focus", "focus_dual"])
+@torch.no_grad()
+def test_exported_model_of_any_length_takes_the_kernel(tiny_model, method):
+    model = build(tiny_model("llama", num_hidden_layers=1), method)
+    lengths = {"input_ids": {1: torch.export.Dim("length", min=4, max=512)}, "use_cache": None}
+    inputs = {"input_ids": make_tokens(2, 30), "use_cache": False}
+    program = torch.export.export(model, (), inputs, dynamic_shapes=lengths)
+    assert torch.ops.focus_exp.attend.default in {node.target for node in program.graph.nodes}
+    inputs["input_ids"] = make_tokens(2, 41)
+    torch.testing.assert_close(program.module()(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)

@@ -210,10 +210,11 @@ def describe_cached(h: Tensor, mask: Any, state: CacheState) -> Described:
         visible and before, see `CachedKeys`.
     """
     batch, count = h.shape[:2]
-    new = torch.arange(count, device=h.device)
     if mask is None and not state.is_padded and not state.is_static:
-        places = (new + state.past).int().expand(batch, count)
-        return Sequence((new - places).expand(batch, count)), places, None, None
+        places = torch.arange(state.past, state.past + count, dtype=torch.int32, device=h.device)
+        start = torch.full((batch, count), -state.past, dtype=torch.long, device=h.device)
+        return Sequence(start), places.expand(batch, count), None, None
+    new = torch.arange(count, device=h.device)
     known: list[Described] = getattr(mask, "described", [])  # once for all layers of a kind
     if not known:
         known.append(describe_visible(batch, new, mask, state))
