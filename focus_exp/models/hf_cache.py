@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
+    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -112,17 +113,17 @@ class GroupedLayer(CacheLayerMixin):
     def __reduce__(self) -> Any:
         return make_grouped, (type(self).__bases__[1],), vars(self)
 
-    def start(self, method: AttentionMethod) -> None:
-        """Begin with no tokens, with the groups of `method`."""
+    def start(self, method: AttentionMethod, source: CacheLayerMixin) -> None:
+        """Begin with no tokens, with the groups of `method`, for keys as in the layer `source`."""
         kinds = (StaticSlidingWindowLayer, StaticLayer, DynamicSlidingWindowLayer)
-        kind: Any = next((kind for kind in kinds if isinstance(self, kind)), GrowingLayer)
-        size = getattr(self, "max_cache_len", getattr(self, "sliding_window", None))
+        kind: Any = next((kind for kind in kinds if isinstance(source, kind)), GrowingLayer)
+        size = getattr(source, "max_cache_len", getattr(source, "sliding_window", None))
         self.groups = kind(max_cache_len=size, sliding_window=size)
         self.groups_of, self.is_empty, self.is_padded = method.kv_cache_key(), True, False
 
     def append_groups(self, groups: Tensor, places: Tensor) -> Tensor:
         """Append `(B, Y, T, W)` and `(B, T)` of the tokens that `update` will be given; return the groups of all."""
-        self.is_expected = True
+        self.is_empty, self.is_expected = False, True
         self.groups.record_past = getattr(self, "record_past", False)  # a sliding layer that may be cropped drops none
         places = places[:, None, :, None].expand(-1, groups.shape[1], -1, -1)  # a layer has as many values as keys
         keys: Tensor = self.groups.update(groups, places)[0]
@@ -142,7 +143,9 @@ class GroupedLayer(CacheLayerMixin):
 @constant
 def grouped_class(base: type) -> type:
     """Return the class of a cache layer `base` with groups; `_layer_type` would make it transformers' own choice."""
-    return type(f"Grouped{base.__name__}", (GroupedLayer, base), {"_layer_type": None})
+    kind: Any = type(f"Grouped{base.__name__}", (GroupedLayer, base), {"_layer_type": None})
+    kind.__abstractmethods__ = frozenset()  # those that a layer without keys lacks
+    return kind
 
 
 def make_grouped(base: type) -> Any:
@@ -207,7 +210,10 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
             layers.append(target.layer_class_to_replicate())
         layer, key, reason = layers[index], method.kv_cache_key(), method.kv_cache_unsupported_reason()
         is_grouped = isinstance(layer, GroupedLayer)
-        is_filled = not layer.is_empty if is_grouped else layer.is_initialized and bool(layer.get_seq_length())
+        is_dummy = isinstance(layer, DummyLayer)  # attends to the keys of an earlier layer
+        is_filled = (
+            not layer.is_empty if is_grouped else not is_dummy and bool(layer.is_initialized and layer.get_seq_length())
+        )
         if is_filled and is_grouped and reason:
             raise UserError(f"this KV cache was filled with hard routing, and there is none for {reason}.")
         if is_filled and not (is_grouped and layer.groups_of == key):
@@ -218,5 +224,12 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
             layers[index] = make_grouped(type(layer))
             vars(layers[index]).update(vars(layer))
         if not (is_grouped and layer.groups_of == key):
-            layers[index].start(method)
+            layers[index].start(method, find_source(config, layers, index))
     return cache
+
+
+def find_source(config: PreTrainedConfig, layers: list[Any], index: int) -> Any:
+    """Return the cache layer whose keys a layer attends to: its own, or the last of the same kind that has any."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or [None] * len(layers)
+    sources = (i for i in range(index, -1, -1) if kinds[i] == kinds[index] and not isinstance(layers[i], DummyLayer))
+    return layers[next(sources, index)]
