@@ -8,7 +8,7 @@ from architectures import TABLE
 from attach_contract import FAILURES, examine
 from tiny_architectures import names
 
-KEPT = ["llama", "gpt_oss", "llama4_text", "phimoe", "opt", "qwen3_next", "deepseek_v3", "bart"]
+KEPT = ["llama", "gpt_oss", "llama4_text", "gemma3n_text", "phimoe", "opt", "qwen3_next", "deepseek_v3", "bart"]
 
 
 @pytest.mark.parametrize("name", KEPT)
