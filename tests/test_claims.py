@@ -8,10 +8,10 @@ from focus_exp.reporting.claims import Claim, at_least, below, collapses, drops
 from focus_exp.reporting.frame import (
     Row,
     aggregate_seeds,
+    filter_rows,
     is_worse,
     read_yaml,
     required_sample,
-    select,
     to_frame,
     to_rows,
 )
@@ -216,7 +216,7 @@ def test_aggregate_seeds_keeps_kernels_of_timings_apart():
 def test_claim_of_no_custom_kernels_is_about_flash_alone(path, value, verdict):
     (claim,) = (Claim.read(entry) for entry in read_yaml("claims") if entry["id"] == "T6.5")
     cells = {"clock": "attention", "assignment": "balanced", "groups": 8, "top_k": 1, "path": path}
-    rows = select(to_frame([make_timing(65_536, value)._replace(**cells)]), claim.select)
+    rows = filter_rows(to_frame([make_timing(65_536, value)._replace(**cells)]), claim.select)
     assert claim.judge(to_rows(rows)).verdict == verdict
 
 
@@ -236,15 +236,15 @@ def test_required_sample_grows_with_comparisons():
 
 def test_select_takes_lists_patterns_and_limits(published):
     rows = published.rows
-    assert {*select(rows, {"variant": "k_2*"}).variant} == {"k_2", "k_2_share"}
-    assert {*select(rows, {"top_k": [2, 3], "num_groups": 4}).top_k} == {2, 3}
-    assert select(rows, {"variant": "none"}).empty
-    assert 0 < select(rows, {"tokens": {"most": 2048}}).tokens.max() <= 2048  # a missing cell does not compare
+    assert {*filter_rows(rows, {"variant": "k_2*"}).variant} == {"k_2", "k_2_share"}
+    assert {*filter_rows(rows, {"top_k": [2, 3], "num_groups": 4}).top_k} == {2, 3}
+    assert filter_rows(rows, {"variant": "none"}).empty
+    assert 0 < filter_rows(rows, {"tokens": {"most": 2048}}).tokens.max() <= 2048  # a missing cell does not compare
 
 
 def test_frame_refuses_a_wrong_column(published):
     with pytest.raises(KeyError):
-        select(published.rows, {"verison": None})
+        filter_rows(published.rows, {"verison": None})
     with pytest.raises(AttributeError):
         make_row().verison  # noqa: B018
     with pytest.raises(TypeError):

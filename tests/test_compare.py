@@ -15,7 +15,7 @@ from focus_exp.evaluation import benchmarks, perplexity
 from focus_exp.evaluation.controls import slug
 from focus_exp.jobs import compare as job
 from focus_exp.models.random import byte_tokenizer
-from focus_exp.reporting.frame import select, to_rows
+from focus_exp.reporting.frame import filter_rows, to_rows
 from focus_exp.reporting.load import load_results, load_run
 from focus_exp.results.losses import read_losses
 from focus_exp.results.record import Record
@@ -43,7 +43,7 @@ def records(folder):
 def rows_by_variant(folder, metric="perplexity"):
     """Return variant -> its row in the table of the comparison; the base's is at None."""
     rows = load_run(records(folder)[None].path.parent).rows
-    return {row.variant: row for row in to_rows(select(rows, {"metric": metric, "source": "rows"}))}
+    return {row.variant: row for row in to_rows(filter_rows(rows, {"metric": metric, "source": "rows"}))}
 
 
 def nll_changes(record):
@@ -235,10 +235,10 @@ def test_report_leaves_out_a_variant_that_was_repeated_since(tmp_path):
     succeed(*settings(tmp_path, one=["attention=window", "recipe=none"], two=["attention=sparq", "recipe=none"]))
     loaded, pair = records(tmp_path), {"metric": "nll_change", "reference": "one", "variant": "two"}
     assert set(rows_by_variant(tmp_path)) == {None, "one", "two"}
-    assert len(select(load_results(tmp_path / "runs").rows, pair))
+    assert len(filter_rows(load_results(tmp_path / "runs").rows, pair))
     replace(loaded["two"], started="2000-01-01T00:00:00+00:00").save(loaded["two"].path)
     assert set(rows_by_variant(tmp_path)) == {None, "one"}
-    assert select(load_results(tmp_path / "runs").rows, pair).empty
+    assert filter_rows(load_results(tmp_path / "runs").rows, pair).empty
 
 
 def test_base_is_scored_once_for_other_tasks_and_seeds(tmp_path, scored, monkeypatch):

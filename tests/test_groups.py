@@ -124,8 +124,8 @@ GROUPS = to_frame(
         make_group(0, "group_purity", value=0.9),
         make_group(0, "class_fraction", value=0.9),
         make_group(0, "class_fraction", value=0.1, word_class="verb"),
-        make_group(1, value=0.75, word_class="verb", tokens=["c"]),
-        make_group(0, layer=1, value=1.0, tokens=[]),
+        make_group(1, value=0.75, word_class="verb", tokens=["c"], token_counts=[2], token_totals=[5]),
+        make_group(0, layer=1, value=1.0, tokens=[], token_counts=[], token_totals=[]),
         *(Row(source="analysis", metric="ami trained", run="r", layer=n, value=v) for n, v in ((0, 0.4), (1, 0.2))),
     ]
 )
@@ -136,7 +136,7 @@ def test_groups_table_names_each_group_by_its_class():
     assert groups[["layer", "group", "size"]].values.tolist() == [[0, 0, 0.25], [0, 1, 0.75], [1, 0, 1.0]]
     table = groups_table(closest_layer(groups))
     assert table.name.tolist() == ["noun (90 %)", "verb (- %)"]
-    assert table["tokens (in group/in text)"].tolist() == ["`a|b` 3/4 `␣` 1/9", "`c`"]
+    assert table["tokens (in group/in text)"].tolist() == ["`a|b` 3/4 `␣` 1/9", "`c` 2/5"]
     assert table["size [%]"].tolist() == ["25.0", "75.0"]
     assert (table["noun [%]"].tolist(), table["verb [%]"].tolist()) == (["90", "-"], ["10", "-"])
 

@@ -81,6 +81,11 @@ def test_job_report_collects_runs_and_reports_them(finished_run, tmp_path):
     }
 
 
+def test_collect_runs_without_a_run_raises(tmp_path):
+    with pytest.raises(UserError, match="report.collect"):
+        collect_runs(tmp_path / "nowhere", tmp_path)
+
+
 @pytest.mark.parametrize("damaged", ["runs.jsonl", "measurements.parquet", "losses.parquet"])
 def test_read_tables_damaged_raises(finished_run, tmp_path, damaged):
     collect_runs(finished_run, tmp_path)

@@ -16,7 +16,7 @@ from focus_exp import config as schema
 from focus_exp.attention.router import balance_loss, entropy_loss, follow_means, kmeans
 from focus_exp.attention.selection import Sequence
 from focus_exp.models.methods import attached_methods
-from focus_exp.reporting.frame import select, to_rows
+from focus_exp.reporting.frame import filter_rows, to_rows
 from focus_exp.reporting.load import load_run
 from focus_exp.results.metrics import read_metrics
 from focus_exp.training import callbacks
@@ -297,12 +297,12 @@ def test_comparison_has_rows_for_every_variant_and_phase(tmp_path):
     assert result.code == 0, result.err
     (path,) = (p.parent for p in tmp_path.rglob("record.json") if "-compare" in str(p))
     rows = load_run(path).rows
-    probes = to_rows(select(rows, {"source": "probes", "metric": "dominance"}))
+    probes = to_rows(filter_rows(rows, {"source": "probes", "metric": "dominance"}))
     assert [(row.variant, row.phase, row.trainable) for row in probes] == [
         (variant, phase, "all" if phase == "everything" else "router")
         for variant in variants
         for phase in ("router", "everything")
     ]
-    losses = to_rows(select(rows, {"source": "phases", "metric": "nll", "kind": "hard"}))
+    losses = to_rows(filter_rows(rows, {"source": "phases", "metric": "nll", "kind": "hard"}))
     assert [(row.variant, row.phase) for row in losses] == [(row.variant, row.phase) for row in probes]
     assert "## Routing" in (path / "table.md").read_text()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from focus_exp.reporting.frame import Row, aggregate_seeds, is_worse, read_yaml, required_sample, select
+from focus_exp.reporting.frame import Row, aggregate_seeds, filter_rows, is_worse, read_yaml, required_sample
 from focus_exp.reporting.load import Results
 
 REPRODUCED, SAME_DIRECTION, NOT_REPRODUCED = "reproduced", "same direction", "not reproduced"
@@ -102,9 +102,9 @@ def evaluate_claims(results: Results) -> pd.DataFrame:
 
 
 def _evaluate(claim: Claim, frame: pd.DataFrame, results: Results) -> tuple[dict[str, Any], Any]:
-    candidates = select(frame, {"experiment": claim.experiments, "error": None})
+    candidates = filter_rows(frame, {"experiment": claim.experiments, "error": None})
     paper, own = (
-        aggregate_seeds(select(candidates, cells)) if cells else []
+        aggregate_seeds(filter_rows(candidates, cells)) if cells else []
         for cells in (claim.select, claim.own and claim.select | claim.own)
     )
     judgement, other = claim.judge(paper), claim.judge(own)
@@ -186,7 +186,7 @@ def _highest(rows: list[Any]) -> Any:
     return max(rows, key=lambda row: (row.value is None, row.high is None, row.high or row.value or 0.0))
 
 
-def _side(row: Row, limit: float) -> int:
+def _side(row: Any, limit: float) -> int:
     is_causal, is_reference_causal = row.causal is not False, row.reference_causal is not False
     if row.high is not None and row.high < limit:
         return SHOWN if is_causal or not is_reference_causal else OPEN

@@ -53,7 +53,8 @@ AGGREGATED = ("seeds", "members", "deviation", "seed_deviation")  # of an aggreg
 
 COLUMNS = list(dict.fromkeys([*RUN_FACTS, *VARIANT_FACTS, *MEASURED, *SETTINGS]))
 # one measurement, or one aggregate of several seeds; missing cells are None, another name raises
-Row: Any = namedtuple("Row", [*COLUMNS, *AGGREGATED], defaults=[None] * len([*COLUMNS, *AGGREGATED]))
+_make_type: Any = namedtuple  # of names that are not literals
+Row: Any = _make_type("Row", [*COLUMNS, *AGGREGATED], defaults=[None] * len([*COLUMNS, *AGGREGATED]))
 
 
 def to_frame(rows: Iterable[Any]) -> pd.DataFrame:
@@ -66,7 +67,7 @@ def to_rows(frame: pd.DataFrame) -> list[Any]:
     return [*map(Row._make, frame[[*Row._fields]].itertuples(index=False, name=None))]
 
 
-def select(frame: pd.DataFrame, cells: Mapping[str, Any]) -> pd.DataFrame:
+def filter_rows(frame: pd.DataFrame, cells: Mapping[str, Any]) -> pd.DataFrame:
     """Return the rows with these cells: a value, a pattern with *, a list of these, or {most: limit}."""
     for column, wanted in cells.items():
         values = [str(cell) if isinstance(cell, list) else cell for cell in frame[column]]
@@ -76,7 +77,7 @@ def select(frame: pd.DataFrame, cells: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def matches(cell: Any, wanted: Any) -> bool:
-    """Return whether a cell is what `select` asks for."""
+    """Return whether a cell is what `filter_rows` asks for."""
     if isinstance(wanted, list):
         return any(matches(cell, one) for one in wanted)
     if isinstance(wanted, dict):

@@ -10,7 +10,7 @@ import pandas as pd
 
 from focus_exp.reporting.figures import COLORS
 from focus_exp.reporting.format import ABSENT, format_number, format_significant, percent
-from focus_exp.reporting.frame import select, to_rows
+from focus_exp.reporting.frame import filter_rows, to_rows
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_tables import paper_rows
 
@@ -24,7 +24,7 @@ CHARACTER, HEIGHT = 7.8, 20  # of a monospaced font of 13 pixels [pixels]
 
 def latest_analyses(results: Results) -> pd.DataFrame:
     """Return the measurements of the last analysis of each kind of router, the paper's and this project's."""
-    groups = select(results.complete, {"source": "word groups"})
+    groups = filter_rows(results.complete, {"source": "word groups"})
     latest = dict(zip(zip(groups.attention, groups.is_causal, strict=True), groups.run, strict=True))
     return pd.concat([results.complete[:0], *(results.rows_by_run[run] for run in latest.values())])
 
@@ -36,11 +36,11 @@ def describe_groups(rows: pd.DataFrame) -> pd.DataFrame:
     most distinctive ones, each with how often the group and the text have it; the fraction of each class; agreement:
     adjusted mutual information of the layer's groups and the classes.
     """
-    measured = select(rows, {"source": "analysis", "metric": "ami trained"})
+    measured = filter_rows(rows, {"source": "analysis", "metric": "ami trained"})
     agreement = {_place(row): row.value for row in to_rows(measured)}
     made: dict[Any, dict[str, Any]] = {}
     classes: dict[str, float] = {}
-    for row in to_rows(select(rows, {"source": "word groups"})):
+    for row in to_rows(filter_rows(rows, {"source": "word groups"})):
         cells = made.setdefault((*_place(row), row.group), {"agreement": agreement.get(_place(row)), "tokens": ""})
         if row.metric == "class_fraction":
             cells[row.word_class] = row.value
@@ -58,10 +58,8 @@ def _place(row: Any) -> tuple[Any, ...]:
 
 
 def _list_tokens(row: Any) -> str:
-    """List tokens as code, with their occurrences where the record has them."""
+    """List tokens as code, with their occurrences in the group and in the text."""
     code = ["`" + (token.replace("`", "'") or " ") + "`" for token in row.tokens]
-    if row.token_counts is None:  # an early record
-        return " ".join(code)
     counts = zip(code, row.token_counts, row.token_totals, strict=True)
     return " ".join(f"{token} {count}/{total}" for token, count, total in counts)
 
@@ -106,7 +104,7 @@ def list_pairs(rows: pd.DataFrame) -> pd.DataFrame:
     Those of the paper come first; it names no layer.
     """
     paper = [{"run": "paper", **row} for row in paper_rows("groups_section5_pairs")]
-    unique = {(*_place(row), row.query, row.key): row for row in to_rows(select(rows, {"source": "pairs"}))}
+    unique = {(*_place(row), row.query, row.key): row for row in to_rows(filter_rows(rows, {"source": "pairs"}))}
     pairs = sorted(unique.values(), key=lambda row: (row.run, -row.value))
     kept = [[*part][:SHOWN_PAIRS] for _, part in groupby(pairs, lambda row: row.run)]
     ours = [
@@ -147,13 +145,13 @@ def _show_word(word: str, position: float) -> str:
 
 def draw_passages(rows: pd.DataFrame) -> dict[str, str]:
     """Return the passage of each run coloured by group, as SVG by name: passage, or passage_paper for the paper's."""
-    passages = to_rows(select(rows, {"source": "passage"}))
+    passages = to_rows(filter_rows(rows, {"source": "passage"}))
     return {"passage_paper" if row.is_causal is False else "passage": draw_passage(row, rows) for row in passages}
 
 
 def draw_passage(passage: Any, rows: pd.DataFrame) -> str:
     """Return an SVG of a passage's text, each token on the colour of its group."""
-    groups = describe_groups(select(rows, {name: getattr(passage, name) for name in PLACE}))
+    groups = describe_groups(filter_rows(rows, {name: getattr(passage, name) for name in PLACE}))
     names = {row["group"]: f"{row['group']}: {name_group(row)}" for row in groups.to_dict("records")}
     where = f"layer {passage.layer}" + ("" if passage.head is None else f", head {passage.head}")
     titles = f"{passage.model} on {passage.data}", f"Groups of {where}, each named by its most frequent word class"

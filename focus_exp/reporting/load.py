@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.frame import COLUMNS, RUN_FACTS, VARIANT_FACTS, Row, matches, read_yaml, select, to_frame
+from focus_exp.reporting.frame import COLUMNS, RUN_FACTS, VARIANT_FACTS, Row, filter_rows, matches, read_yaml, to_frame
 from focus_exp.results.comparison import compare_variants
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
@@ -44,7 +44,7 @@ class Results:
     @cached_property
     def complete(self) -> pd.DataFrame:
         """Rows of finished runs; variants as rows of their comparisons."""
-        return select(self.rows, {"status": "finished", "is_variant": [False, None]})
+        return filter_rows(self.rows, {"status": "finished", "is_variant": [False, None]})
 
     @cached_property
     def rows_by_run(self) -> dict[str, pd.DataFrame]:
@@ -52,7 +52,7 @@ class Results:
         return dict([*self.complete.groupby("run", sort=False)])
 
 
-class Run:
+class LoadedRun:
     """A run's record, its provenance as `facts`, and the rows of its own measurements."""
 
     def __init__(self, name: str, record: Record, variants: dict[str, Record]) -> None:
@@ -81,7 +81,7 @@ def load_results(root: Path, budget: str = "") -> Results:
         UserError: a record is unreadable.
     """
     records = read_runs(root)
-    runs = {name: Run(name, record, find_variants(name, record, records)) for name, record in records.items()}
+    runs = {name: LoadedRun(name, record, find_variants(name, record, records)) for name, record in records.items()}
     runs = {name: run for name, run in runs.items() if (run.facts["budget"] == QUICK) == (budget == QUICK)}
     trained = {name.rpartition("-")[2]: run for name, run in runs.items()}
     for run in runs.values():
@@ -97,7 +97,7 @@ def load_results(root: Path, budget: str = "") -> Results:
 def load_run(folder: Path) -> Results:
     """Load one run, or a comparison with its variants."""
     record = Record.load(folder / RECORD)
-    return join_runs({folder.name: Run(folder.name, record, load_variants(folder, record))})
+    return join_runs({folder.name: LoadedRun(folder.name, record, load_variants(folder, record))})
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -315,12 +315,12 @@ def detail_rows(rows: list[Any]) -> Iterator[Any]:
             yield row._replace(source="costs", variant=row.word_class, metric=f"{row.metric} {row.variant}")
 
 
-def join_runs(runs: dict[str, Run]) -> Results:
+def join_runs(runs: dict[str, LoadedRun]) -> Results:
     """Return the rows of runs, and those of comparisons from their variants."""
     facts, rows = [], []
     loaded = {id(run.record): run for run in runs.values()}
     for run in sorted(runs.values(), key=lambda run: (run.facts["is_variant"], run.record.started)):
-        others = {name: loaded.get(id(record)) or Run(name, record, {}) for name, record in run.variants.items()}
+        others = {name: loaded.get(id(record)) or LoadedRun(name, record, {}) for name, record in run.variants.items()}
         pairs = [(variant, others.get(variant.name)) for variant in run.record.variants]
         shared, name = {name: run.facts[name] for name in RUN_FACTS}, run.facts["variant"]
         total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
@@ -329,7 +329,7 @@ def join_runs(runs: dict[str, Run]) -> Results:
         if pairs:
             shared["first_variant"] = pairs[0][0].name
             made = join_variants(pairs)
-            made += differences(run, made)
+            made += pair_variants(run, made)
         else:
             made = [row._replace(variant=name) for row in run.rows] if name else run.rows
         rows += [row._replace(**shared) for row in made]
@@ -341,7 +341,7 @@ def trained_parameters(record: Record) -> int:
     return int(record.method.get("trainable_parameters") or 0) if record.tokens_seen else 0
 
 
-def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Any]:
+def join_variants(pairs: list[tuple[VariantRun, LoadedRun | None]]) -> list[Any]:
     """Return the rows of a comparison: of the base and of each variant its primary ones."""
     base: list[Any] = []
     rows: list[Any] = []
@@ -357,7 +357,7 @@ def join_variants(pairs: list[tuple[VariantRun, Run | None]]) -> list[Any]:
     return [*(row._replace(variant=None) for row in base), *rows]
 
 
-def represents(row: Any, primary: Row) -> bool:
+def represents(row: Any, primary: Any) -> bool:
     """Return whether a row of a variant's run is one of its comparison."""
     if row.source == "rows":
         return row.subject == primary.subject and row.reference in (None, "base")
@@ -366,7 +366,7 @@ def represents(row: Any, primary: Row) -> bool:
     return row.source in ("phases", "probes")
 
 
-def claimed_changes(run: Run) -> list[Measurement]:
+def claimed_changes(run: LoadedRun) -> list[Measurement]:
     """Return the paired changes between variants that claims.yaml compares, from their losses."""
     pairs = [
         claim["select"] | replaced
@@ -386,7 +386,7 @@ def claimed_changes(run: Run) -> list[Measurement]:
     return [m for m in again.measurements if (m.variant, m.reference) in wanted]
 
 
-def differences(run: Run, rows: list[Any]) -> list[Any]:
+def pair_variants(run: LoadedRun, rows: list[Any]) -> list[Any]:
     """Return the paired changes between variants of a comparison, in both directions."""
     levels: dict[tuple[str, str], Any] = {}
     for row in rows:

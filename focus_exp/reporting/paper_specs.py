@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,7 +74,7 @@ class Place:
         return list(dict.fromkeys([*self.variants.values(), *filter(None, [self.variant])]))
 
 
-Places = str | Place | list[str | Place]
+Places = str | Place | Sequence[str | Place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,8 @@ BALANCED = "balanced: this project's causal assignment in place of the non-causa
 def table1_retrofit() -> Spec:
     longest = {"source": "rows", "kind": "hard", "num_groups": 4, "primary": True, "causal": False}
     tuned = ["longformer", "performer", "routing_transformer"]
-    focus = ["focus", "focus_paper", "focus_paper_sinks", Place(experiments=["leak"], cells=longest, pick="steps")]
+    leak = Place(experiments=["leak"], cells=longest, pick="steps")
+    focus: Places = ["focus", "focus_paper", "focus_paper_sinks", leak]
     return Spec(
         id="T1", title="Methods retrofitted onto GPT-2 124M, PG-19, 1,024 tokens", key=["method"],
         experiments=["compare", "seeds"], columns=[PARAMETERS, PPL, PPL_CHANGE, *TASKS],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.frame import aggregate_seeds, mean_of, read_yaml, select, to_frame, to_rows
+from focus_exp.reporting.frame import aggregate_seeds, filter_rows, mean_of, read_yaml, to_frame, to_rows
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_specs import BASE, TABLES, Column, Place, Places, Spec
 
@@ -49,7 +49,7 @@ class Entry:
         present: dict[str, Any] = {"source": "rows", "variant": names} if names else self.place.cells
         if names == [BASE]:
             present = {"source": "rows", "kind": BASE}
-        rows = select(self.results.complete, {"experiment": self.experiments, **present})
+        rows = filter_rows(self.results.complete, {"experiment": self.experiments, **present})
         runs = [to_rows(part) for _, part in rows.groupby("run", sort=False)]
         setups: dict[Any, dict[int | None, str]] = {}
         for part in sorted(runs, key=lambda part: part[0].steps or 0) if pick else runs:
@@ -70,7 +70,7 @@ class Entry:
             cells |= {"metric": "score_change", "reference": FULL}
         elif column.origin:
             cells |= {"metric": "nll_change", "reference": place.variants.get(column.origin, BASE)}
-        return min(to_rows(select(self.results.rows_by_run[run], cells)), key=_metric_rank, default=None)
+        return min(to_rows(filter_rows(self.results.rows_by_run[run], cells)), key=_metric_rank, default=None)
 
     def behind(self, run: str) -> list[Any]:
         """Return the measurements whose sparsity the row reports."""
@@ -89,7 +89,7 @@ class Entry:
         fingerprints = self.results.runs.model_fingerprint
         same = [*fingerprints.index[fingerprints == fingerprints[run]]]
         cells = {"experiment": "speed_methods", "run": same, "metric": "speedup", "clock": "attention"}
-        timed = select(self.results.complete, cells)
+        timed = filter_rows(self.results.complete, cells)
         timed = timed[(timed.run == timed.run.iloc[-1]) & timed.value.notna()] if len(timed) else timed
         return timed[timed.tokens == timed.tokens.max()]
 
@@ -104,7 +104,7 @@ class Entry:
             top_k = scored.top_k or 1
             cells = {"source": "speed", "groups": scored.num_groups, "top_k": top_k, "assignment": "balanced"}
             cells |= {"pair_rule": scored.pair_rule} if top_k > 1 else {}
-        return next(iter(to_rows(select(self.timings(run), cells))), None)
+        return next(iter(to_rows(filter_rows(self.timings(run), cells))), None)
 
     def row(self) -> dict[str, Any]:
         """Return the row of the table."""
@@ -205,5 +205,5 @@ def find_places(spec: Spec, paper: dict[str, Any]) -> list[Place]:
 
 
 def list_places(places: Places) -> list[Place]:
-    listed = places if isinstance(places, list) else [places]
+    listed = [places] if isinstance(places, str | Place) else places
     return [Place(variant=place) if isinstance(place, str) else place for place in listed]

@@ -22,7 +22,7 @@ from focus_exp.reporting.format import (
     to_markdown,
     to_percent,
 )
-from focus_exp.reporting.frame import read_yaml, select, to_rows
+from focus_exp.reporting.frame import filter_rows, read_yaml, to_rows
 from focus_exp.reporting.groups import draw_passages, groups_by_layer, pairs_of_run
 from focus_exp.reporting.load import Results, load_run, read_log
 from focus_exp.reporting.paper_specs import BASE
@@ -93,9 +93,9 @@ def run_tables(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def quality_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Perplexity and its paired changes; one row for each routing, control or variant."""
-    scored = to_rows(select(rows, {"source": "rows", "metric": "perplexity"}))
+    scored = to_rows(filter_rows(rows, {"source": "rows", "metric": "perplexity"}))
     reference = next((row.variant or row.name for row in scored if row.primary), BASE)
-    changes = {_key(row): row for row in to_rows(select(rows, {"source": "rows", "metric": "nll_change"})[::-1])}
+    changes = {_key(row): row for row in to_rows(filter_rows(rows, {"source": "rows", "metric": "nll_change"})[::-1])}
     shown = [
         {
             "variant": row.variant or row.name,
@@ -132,10 +132,10 @@ def _change(row: Any) -> str:
 
 def benchmark_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Return scores and paired changes from full attention, in per cent and points."""
-    changed = to_rows(select(rows, {"source": "benchmarks", "metric": "score_change"})[::-1])
+    changed = to_rows(filter_rows(rows, {"source": "benchmarks", "metric": "score_change"})[::-1])
     changes = {_key(row, BASE): row for row in changed}
     shown = []
-    for row in to_rows(select(rows, {"source": "benchmarks", "metric": "score"})):
+    for row in to_rows(filter_rows(rows, {"source": "benchmarks", "metric": "score"})):
         fraction = row.unit == "fraction"
         shown.append(
             {
@@ -171,14 +171,14 @@ def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
             "speedup": format_significant(row.value),
             "path": row.path or ABSENT,
         }
-        for row in to_rows(select(rows, {"metric": "speedup"}))
+        for row in to_rows(filter_rows(rows, {"metric": "speedup"}))
     ]
     return pd.DataFrame(shown)
 
 
 def pivot_table(rows: pd.DataFrame, source: str, index: list[str]) -> pd.DataFrame:
     """Return a row for each `index`, a column for each metric; means over prompts."""
-    frame = select(rows, {"source": source})[[*index, "metric", "value"]].astype({"value": float})
+    frame = filter_rows(rows, {"source": source})[[*index, "metric", "value"]].astype({"value": float})
     if frame.empty:
         return pd.DataFrame()
     frame[index] = frame[index].map(lambda cell: ABSENT if cell is None else str(cell))

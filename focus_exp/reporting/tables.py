@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.format import to_percent
-from focus_exp.reporting.frame import SMALL_EFFECT, aggregate_seeds, mean_of, read_yaml, root_mean_square, select
+from focus_exp.reporting.frame import SMALL_EFFECT, aggregate_seeds, filter_rows, mean_of, read_yaml, root_mean_square
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_specs import BASE
 from focus_exp.results.intervals import needed, student
@@ -49,9 +49,9 @@ FAMILIES: dict[str, list[str]] = {
 
 def frontier(results: Results) -> pd.DataFrame:
     """Return ΔPPL [%] and density of the QK pairs by method and length."""
-    complete = select(results.complete, {"experiment": ["frontier", "compare", "long_context"], "causal": True})
-    at_length = select(complete, {"source": "rows", "metric": "nll_change", "reference": BASE})
-    longer = select(complete, {"source": "benchmarks", "metric": "score_change", "task": f"{LONG_TEXT}*"})
+    complete = filter_rows(results.complete, {"experiment": ["frontier", "compare", "long_context"], "causal": True})
+    at_length = filter_rows(complete, {"source": "rows", "metric": "nll_change", "reference": BASE})
+    longer = filter_rows(complete, {"source": "benchmarks", "metric": "score_change", "task": f"{LONG_TEXT}*"})
     rows = []
     for row in [*aggregate_seeds(at_length), *aggregate_seeds(longer)]:
         if row.attention == "focus_dual" and row.steps:  # after its fit
@@ -85,7 +85,7 @@ def methods(results: Results) -> pd.DataFrame:
     points = points[points.model == model]
     points = points[points["data"] == points["data"].mode()[0]]
     timings = {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu", "model": model}
-    speeds = select(results.complete, timings)
+    speeds = filter_rows(results.complete, timings)
     return pd.DataFrame([row | _find_speedups(row, speeds) for row in _methods_by_length(points)])
 
 
@@ -120,9 +120,9 @@ def _find_speedups(row: dict[str, Any], speeds: pd.DataFrame) -> dict[str, Any]:
     if not any(row[f"sparsity_{tokens}"] > 0 for tokens in LENGTHS):
         return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
     cells = {"source": "method_speed", "method": row["variant"]}
-    timings = select(speeds, TIMINGS.get(row["variant"], cells))
-    layer = select(timings, {"clock": "attention", "tokens": 32_768})
-    prefill = select(timings, {"clock": "prefill", "tokens": 8_192})
+    timings = filter_rows(speeds, TIMINGS.get(row["variant"], cells))
+    layer = filter_rows(timings, {"clock": "attention", "tokens": 32_768})
+    prefill = filter_rows(timings, {"clock": "prefill", "tokens": 8_192})
     return {
         "speedup_layer": layer.value.iloc[-1] if len(layer) else None,
         "speedup_prefill": prefill.value.iloc[-1] if len(prefill) else None,
@@ -134,7 +134,7 @@ def speed(results: Results) -> pd.DataFrame:
 
     Columns: metric: speedup (`ours`, `full`: seconds) or peak_memory (ratio; bytes); bound: 1 / density.
     """
-    rows = select(results.complete, {"source": ["speed", "method_speed"], "metric": ["speedup", "peak_memory"]})
+    rows = filter_rows(results.complete, {"source": ["speed", "method_speed"], "metric": ["speedup", "peak_memory"]})
     columns = [
         *("experiment", "model", "device_kind", "metric", "clock", "method", "groups", "assignment", "top_k"),
         *("pair_rule", "dtype", "tokens", "value", "level", "reference_level", "density", "path", "run"),
@@ -171,7 +171,7 @@ def break_even(points: list[tuple[float, float]]) -> float | None:
 
 def differences(results: Results) -> pd.DataFrame:
     """Return every paired change of the loss, aggregated over seeds."""
-    rows = select(results.complete, {"source": "rows", "metric": "nll_change", "reversed": None})
+    rows = filter_rows(results.complete, {"source": "rows", "metric": "nll_change", "reversed": None})
     rows = rows[rows.reference != SOFT]
     return pd.DataFrame([_difference(row) for row in aggregate_seeds(rows)])
 
@@ -240,7 +240,7 @@ def gpu(results: Results) -> pd.DataFrame:
 
 def generation(results: Results) -> pd.DataFrame:
     """Return the means over prompts of what was generated, by run and variant: one column a metric."""
-    rows = select(results.complete, {"source": "generation"}).astype({"value": float})
+    rows = filter_rows(results.complete, {"source": "generation"}).astype({"value": float})
     index = ["run", "model", "data", "seq_len", "variant"]
     return rows.pivot_table("value", index, "metric", sort=False).reset_index() if len(rows) else pd.DataFrame()
 
@@ -251,7 +251,7 @@ def recall(results: Results) -> pd.DataFrame:
     Columns: score, base: per cent; change, low, high: points; units: documents of the suite, else items.
     """
     cells = {"experiment": "recall", "source": "benchmarks", "metric": "score_change", "unit": "fraction"}
-    rows = aggregate_seeds(select(results.complete, cells))
+    rows = aggregate_seeds(filter_rows(results.complete, cells))
     return pd.DataFrame(
         {
             "model": row.model, "data": row.data, "task": row.task, "metric": row.task_metric, "variant": row.variant,
@@ -277,15 +277,15 @@ def power(claims: pd.DataFrame) -> pd.DataFrame:
 def pitfalls(results: Results) -> pd.DataFrame:
     """Return what a reader of the paper could mistake, with measurements."""
     rows = results.rows[results.rows.status == "finished"].sort_values("started", kind="stable")
-    changes = select(rows, {"source": "rows", "metric": "nll_change"})
-    soft = select(changes, {"reference": SOFT, "mask_active": True})
+    changes = filter_rows(rows, {"source": "rows", "metric": "nll_change"})
+    soft = filter_rows(changes, {"reference": SOFT, "mask_active": True})
     published = (soft.experiment == "compare") & soft.variant.isin(["focus", "focus_paper"])
     published |= soft.experiment.isin(["retrofit_124m", "leak"])
-    many = select(changes, {"reference": BASE, "kind": "hard", "pair_rule": "share"}).dropna(subset=["top_k"])
-    idle = select(rows, {"source": "benchmarks", "metric": "score_change", "kind": "hard", "deciding": True})
-    idle = select(idle, {"is_variant": False, "mask_active": [True, False]})
+    many = filter_rows(changes, {"reference": BASE, "kind": "hard", "pair_rule": "share"}).dropna(subset=["top_k"])
+    idle = filter_rows(rows, {"source": "benchmarks", "metric": "score_change", "kind": "hard", "deciding": True})
+    idle = filter_rows(idle, {"is_variant": False, "mask_active": [True, False]})
     parts = {
-        "non-causal router": select(changes, {"reference": "non-causal counterpart"}),
+        "non-causal router": filter_rows(changes, {"reference": "non-causal counterpart"}),
         "soft gate trained, hard mask used": soft[published & ((soft.top_k == 1) | (soft.primary == True))],  # noqa: E712
         "k > K/2 is full attention": many[(many.top_k >= 2) & (2 * many.top_k > many.num_groups)],
         "benchmark with an inactive mask": idle[idle.first_variant.isna() | (idle.variant == idle.first_variant)],

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.frame import select, to_rows
+from focus_exp.reporting.frame import filter_rows, to_rows
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.report import display_table, methods_table, verdict_table
 from focus_exp.reporting.run_report import RUN_TABLES, label_metric
@@ -57,7 +57,7 @@ def log_run(run: Any, results: Results, tables: Mapping[str, pd.DataFrame]) -> N
     log_tables(run, tables, {})
     facts = results.runs.iloc[0]
     summary = {name: facts[name] for name in RUN_FIELDS if name in facts and not pd.isna(facts[name])}
-    for row in to_rows(select(results.rows, {"metric": [*SUMMARIZED]})):
+    for row in to_rows(filter_rows(results.rows, {"metric": [*SUMMARIZED]})):
         if row.value is not None:
             place = (row.variant, row.name, row.clock, row.tokens, row.metric, row.reference)
             summary["/".join(str(part) for part in place if part is not None)] = float(row.value)

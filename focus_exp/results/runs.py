@@ -42,7 +42,7 @@ def read_runs(root: Path) -> dict[str, Record]:
     Raises:
         UserError: a record or a table is damaged.
     """
-    runs = {}
+    runs: dict[str, Record] = {}
     for place in sorted(path.parent for path in root.rglob(RUNS)):
         runs |= {(place / name).relative_to(root).as_posix(): run for name, run in read_tables(place).items()}
     for path in sorted(root.rglob(RECORD)):
@@ -78,8 +78,14 @@ def _parse_losses(rows: pd.DataFrame) -> dict[str, Losses]:
 
 
 def collect_runs(source: Path, root: Path) -> list[str]:
-    """Add the runs in folders below `source` to the tables of `root`, in place of earlier ones; return their names."""
+    """Add the runs in folders below `source` to the tables of `root`, in place of earlier ones; return their names.
+
+    Raises:
+        UserError: `source` has no runs, or a record is damaged.
+    """
     added = {"/".join(path.parts[-4:-1]): Record.load(path) for path in sorted(source.absolute().rglob(RECORD))}
+    if not added:
+        raise UserError(f"report.collect must hold runs (got {source}, without any). Type a folder below runs_dir.")
     write_tables(root, read_tables(root) | added)
     return [*added]
 
