@@ -214,8 +214,8 @@ def _difference(row: Any) -> dict[str, Any]:
 def transfer(results: Results) -> pd.DataFrame:
     """Return ΔPPL [%] at 4,096 tokens by text and router: fitted_on_<text>, in-domain too, or a baseline."""
     moved, points = differences(results), frontier(results)
-    if moved.empty or points.empty:
-        return points
+    if moved.empty or "transfer" not in set(moved.experiment):
+        return pd.DataFrame()
     moved = moved[(moved.experiment == "transfer") & (moved.reference == BASE)]
     commands = moved.runs.map(runs(results).set_index("run").command)
     router = moved.name.where(moved.name != "focus_dual", commands.str.extract(r"transfer/(\w+)\]")[0])
