@@ -121,6 +121,7 @@ def page_rows() -> Iterator[Row]:
                 for written, chosen in CHOICES.items():
                     row.command = row.command.replace(written, chosen)
                 row.command = row.command.replace("<run folder>", f"{{{MAIN}}}")
+                row.command = row.command.replace("=runs/records/", f"={ROOT}/runs/records/")
                 yield row
 
 
