@@ -217,7 +217,7 @@ def prepare_decoder(
         kwargs["past_key_values"], kwargs["use_cache"] = cache, cache is not None
     mask = kwargs.get("attention_mask")
     tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-    past = 0 if cache is None else cache.get_seq_length()
+    past: int | Tensor = 0 if cache is None else cache.get_seq_length()
     # of a preallocated cache, whose past is a tensor, the mask may be as wide as the cache
     if isinstance(mask, Tensor) and (cache is None or is_grouped(cache)) and not isinstance(past, Tensor):
         check_mask(mask, tokens.shape[1], past)
