@@ -45,7 +45,7 @@ def test_format_tables_escape_markup():
 def test_write_report_writes_figures(published, made_once, tmp_path):
     assert len(write_report(published, tmp_path)["claims"]) == 41
     drawn = {path.stem for path in (tmp_path / "figures").glob("*.svg")}
-    assert drawn == {"frontier", "figure1", "speed", "passage"}
+    assert drawn == {"frontier", "figure1", "speed", "passage", "passage_paper"}
 
 
 @pytest.mark.parametrize(
