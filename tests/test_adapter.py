@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
-from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing
+from focus_exp import UserError, attach, detach, load_adapter, save_adapter, set_routing, update_balance
 from focus_exp.models import adapter
 from focus_exp.models.adapter import DESCRIPTION, WEIGHTS
 from focus_exp.models.load import fingerprint, select_numerics
@@ -38,7 +38,8 @@ def trained(tiny_model) -> Callable[..., PreTrainedModel]:
     def factory(family: str, method: str = "focus", seed: int = 3, **options: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = attach(tiny_model(family), method, **(options or OPTIONS)).train()
-        model(make_tokens())  # moves the balance
+        model(make_tokens())
+        update_balance(model)
         return model.eval()
 
     return factory
