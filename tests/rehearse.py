@@ -113,7 +113,9 @@ def page_rows() -> Iterator[Row]:
                 row = Row(f"{page.stem}: {command.replace(RUN, '').strip()}", command, PAGES)
                 if command.startswith("make "):
                     plan = ["make", "-n", *shlex.split(command)[1:]]
-                    shown = subprocess.run(plan, cwd=ROOT, capture_output=True, text=True).stdout
+                    # without ARGS of the make that started this
+                    env = {name: value for name, value in os.environ.items() if name not in ("ARGS", "MAKEFLAGS")}
+                    shown = subprocess.run(plan, cwd=ROOT, capture_output=True, text=True, env=env).stdout
                     runs = re.findall(r"-m (focus_exp .*)", shown)
                     row.command = f"python -m {runs[0].strip()}" if runs else command
                 elif "+experiment=" in command:
