@@ -75,3 +75,8 @@ def test_page_has_no_line_that_opens_with_a_number(page):
     """CommonMark reads a line that opens with a comment as HTML."""
     lines = page.read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("<!--") and not line.endswith("-->")] == []
+
+
+def test_fill_pages_leaves_pages_outside_of_the_project_alone(tmp_path):
+    (tmp_path / "README.md").write_text("<!--= claims {count} -->?<!--/-->")
+    assert fill_pages(tmp_path / "project" / "runs", TABLES) == {}

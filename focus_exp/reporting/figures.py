@@ -15,7 +15,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from focus_exp.reporting.pages import NAMES
+from focus_exp.reporting.frame import read_yaml
 from focus_exp.reporting.paper_tables import paper_rows
 from focus_exp.reporting.tables import FAMILIES
 from focus_exp.storage import replace_file
@@ -63,7 +63,7 @@ def frontier(points: pd.DataFrame) -> Figure | None:
     points = points[(points.tokens == FRONTIER_LENGTH) & (points.experiment == "frontier")]
     points = points[points["data"].isin(points["data"].mode()[:1])]
     figure, ax = make_figure("", 4.2)
-    names = {value: name for name, value in NAMES.items()}
+    names = {value: name for name, value in read_yaml("tables")["names"].items()}
     for (model, rows), color in zip(points.groupby("model", sort=False), COLORS, strict=False):
         fits = [rows[rows.variant.isin(FAMILIES[family])] for family in FITTED]
         curve, published = max(fits, key=len).sort_values("sparsity"), rows[rows.variant == PUBLISHED]

@@ -18,6 +18,7 @@ import io
 import re
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -27,7 +28,6 @@ from focus_exp.reporting.frame import read_yaml
 
 PAGES = (Path("README.md"), Path("docs", "results.md"), Path("runs", "records", "conclusions.md"))
 MARKER = re.compile(r"(<!--= (\w+)(.*?) -->)(.*?)(<!--/-->)", re.DOTALL)
-NAMES: dict[str, str] = read_yaml("tables")["names"]
 
 
 class Cell(str):
@@ -43,8 +43,10 @@ def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
     Raises:
         UserError: a marker names a table, a column or a row that is not there, or several rows.
     """
-    files = {name: io.StringIO(table.to_csv(index=False)) for name, table in tables.items()}
-    texts = {name: pd.read_csv(file, dtype=str, keep_default_na=False) for name, file in files.items()}
+
+    @cache
+    def read(name: str) -> pd.DataFrame:
+        return pd.read_csv(io.StringIO(tables[name].to_csv(index=False)), dtype=str, keep_default_na=False)
 
     def fill_marker(match: re.Match[str]) -> str:
         opening, name, arguments, content, closing = match.groups()
@@ -53,8 +55,8 @@ def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
         try:
             row = dict(word.split("=", 1) for word in shlex.split(conditions))
             if columns:
-                return opening + fill_table(content, texts[name], row, columns) + closing
-            return opening + look_up(texts[name], row, brace + form, content) + closing
+                return opening + fill_table(content, read(name), row, columns) + closing
+            return opening + look_up(read(name), row, brace + form, content) + closing
         except (KeyError, ValueError) as error:
             raise UserError(f"{opening}: {error}") from error
 
@@ -78,10 +80,11 @@ def fill_table(markdown: str, table: pd.DataFrame, fixed: dict[str, str], column
 
 def look_up(table: pd.DataFrame, conditions: dict[str, str], form: str, current: str) -> str:
     """Format the one row whose columns have the values that these labels name; a column without a name has none."""
+    names = read_yaml("tables")["names"]
     for column in filter(None, conditions):
         quoted = re.search("`(.*?)`", conditions[column])
         label = quoted[1] if quoted else re.sub(r"(?<=\d),(?=\d)|[*¹²³‡]", "", conditions[column]).strip()
-        table = table[table[column].str.removesuffix(".0").isin([label, NAMES.get(label)])]
+        table = table[table[column].str.removesuffix(".0").isin([label, names.get(label)])]
     if form == "{count}":
         return str(len(table))
     try:
@@ -95,6 +98,7 @@ def look_up(table: pd.DataFrame, conditions: dict[str, str], form: str, current:
 
 
 def fill_pages(records: Path, tables: Mapping[str, pd.DataFrame]) -> dict[Path, str]:
-    """Return the filled pages of the project whose runs are in `records` (<project>/runs/records)."""
-    pages = [records.absolute().parents[1] / page for page in PAGES]
+    """Return the filled pages of the project whose runs are in `records`, <project>/runs/records; none elsewhere."""
+    *project, runs, name = records.absolute().parts
+    pages = [Path(*project, page) for page in PAGES] if (runs, name) == ("runs", "records") else []
     return {page: fill(page.read_text(encoding="utf-8"), tables) for page in pages if page.exists()}
