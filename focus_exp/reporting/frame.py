@@ -64,7 +64,9 @@ def to_frame(rows: Iterable[Any]) -> pd.DataFrame:
 
 def to_rows(frame: pd.DataFrame) -> list[Any]:
     """Return the rows of a frame as named tuples."""
-    return [*map(Row._make, frame[[*Row._fields]].itertuples(index=False, name=None))]
+    fields = [*Row._fields]
+    cells = frame if frame.columns.tolist() == fields else frame[fields]
+    return [*map(Row._make, cells.to_numpy(object).tolist())]
 
 
 def filter_rows(frame: pd.DataFrame, cells: Mapping[str, Any]) -> pd.DataFrame:
