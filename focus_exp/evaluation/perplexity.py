@@ -293,24 +293,20 @@ class PerplexityEvaluator:
         """Score what is attached or trained, on all sequences.
 
         Args:
-            on_round: called with the sequences that are scored, and all, before there are more rows. Without it, or
-                with a trained base, all sequences are scored at once.
-            fit_more: adds adapters after the last round, which are then scored.
+            on_round: called with the sequences that are scored, and all, when more sequences or rows follow. Without
+                it, or with a trained base, all are scored at once.
+            fit_more: adds adapters, which are scored last.
         """
         last = len(self.rounds)
         if on_round and self.is_base_frozen:
-            for count in range(1 + self.has_preview, last):
+            for count in range(1 + self.has_preview, last + (fit_more is not None)):
                 self.begin_round(count)
                 self.measure_variants()
                 on_round(len(self.scored), len(self.indices))
+        if fit_more:
+            fit_more()
         self.begin_round(last)
         self.measure_variants()
-        if fit_more:
-            if on_round:
-                on_round(len(self.scored), len(self.indices))
-            fit_more()
-            self.begin_round(last)
-            self.measure_variants()
 
     def measure_preview(self) -> None:
         """Score the first round of a router before its training; `measure_attached` then begins with the next."""
