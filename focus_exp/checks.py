@@ -111,16 +111,7 @@ def validate(config: Config) -> None:
         validate_options(config)
     except ValueError as error:
         raise UserError(str(error)) from None
-    for check in (
-        check_job,
-        check_places,
-        check_tasks,
-        check_attention,
-        check_flash,
-        check_top_k,
-        check_recipe,
-        check_processes,
-    ):
+    for check in CHECKS:
         if reason := next(check(config), None):
             raise UserError(reason)
 
