@@ -24,7 +24,6 @@ from focus_exp import __main__ as command_line
 from focus_exp.attention.registry import METHODS
 from focus_exp.config import AttentionConfig, find_schema
 from focus_exp.errors import STOP_SIGNALS
-from focus_exp.jobs import train as train_job
 from focus_exp.results.measurement import MEASUREMENTS, read_measurements
 from focus_exp.results.metrics import read_metrics
 from focus_exp.results.record import Record
@@ -46,12 +45,11 @@ class Result:
     err: str
 
 
-def run(*arguments: str, apart: bool = False, estimated: bool = False) -> Result:
+def run(*arguments: str, apart: bool = False) -> Result:
     """Run `python -m focus_exp *arguments`; unhandled exceptions are raised.
 
     Args:
         apart: run commands that this one starts as processes, and not in this one.
-        estimated: estimate the time first, which takes further passes.
     """
     out, err = io.StringIO(), io.StringIO()
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -60,8 +58,6 @@ def run(*arguments: str, apart: bool = False, estimated: bool = False) -> Result
             patch.setattr(sys, "argv", ["focus_exp", *arguments])
             patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # it composes all to learn that none is set
             patch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"not drawn"))  # it takes longest
-            if not estimated:
-                patch.setattr(train_job, "estimate", lambda *_: "")
             if not apart:
                 patch.setattr(subprocess, "run", waited_for(subprocess.run))
             code = command_line.main()

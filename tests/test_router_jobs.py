@@ -49,7 +49,7 @@ def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
 
 def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
     options = [router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
-    result = run(*tiny(tmp_path), *options, estimated=True)
+    result = run(*tiny(tmp_path), *options)
     assert result.code == 0
     stages = r"\(training \d+, scoring \d+, fit \d+\)"
     assert re.search(rf"estimate: [\d.]+ minutes, \d+ passes of [\d.]+ s {stages}", result.out)
