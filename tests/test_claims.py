@@ -246,6 +246,6 @@ def test_frame_refuses_a_wrong_column(published):
     with pytest.raises(KeyError):
         filter_rows(published.rows, {"verison": None})
     with pytest.raises(AttributeError):
-        make_row().verison  # noqa: B018
+        make_row().verison  # noqa: B018  # that it raises is what is tested
     with pytest.raises(TypeError):
         Row(verison=1)

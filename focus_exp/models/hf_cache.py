@@ -209,21 +209,21 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
         while len(layers) <= index:
             layers.append(target.layer_class_to_replicate())
         layer, key, reason = layers[index], method.kv_cache_key(), method.kv_cache_unsupported_reason()
-        is_grouped = isinstance(layer, GroupedLayer)
+        has_groups = isinstance(layer, GroupedLayer)
         is_dummy = isinstance(layer, DummyLayer)  # attends to the keys of an earlier layer
         is_filled = (
-            not layer.is_empty if is_grouped else not is_dummy and bool(layer.is_initialized and layer.get_seq_length())
+            not layer.is_empty if has_groups else not is_dummy and bool(layer.is_initialized and layer.get_seq_length())
         )
-        if is_filled and is_grouped and reason:
+        if is_filled and has_groups and reason:
             raise UserError(f"this KV cache was filled with hard routing, and there is none for {reason}.")
-        if is_filled and not (is_grouped and layer.groups_of == key):
+        if is_filled and not (has_groups and layer.groups_of == key):
             raise UserError(UNKNOWN.format(index))
         if reason:
             raise UserError(f"no KV cache for {reason}. Or pass use_cache=False, which recomputes all tokens.")
-        if not is_grouped:
+        if not has_groups:
             layers[index] = make_grouped(type(layer))
             vars(layers[index]).update(vars(layer))
-        if not (is_grouped and layer.groups_of == key):
+        if not (has_groups and layer.groups_of == key):
             layers[index].start(method, find_source(config, layers, index))
     return cache
 

@@ -286,7 +286,7 @@ def pitfalls(results: Results) -> pd.DataFrame:
     idle = filter_rows(idle, {"is_variant": False, "mask_active": [True, False]})
     parts = {
         "non-causal router": filter_rows(changes, {"reference": "non-causal counterpart"}),
-        "soft gate trained, hard mask used": soft[published & ((soft.top_k == 1) | (soft.primary == True))],  # noqa: E712
+        "soft gate trained, hard mask used": soft[published & ((soft.top_k == 1) | soft.primary.eq(True))],
         "k > K/2 is full attention": many[(many.top_k >= 2) & (2 * many.top_k > many.num_groups)],
         "benchmark with an inactive mask": idle[idle.first_variant.isna() | (idle.variant == idle.first_variant)],
     }

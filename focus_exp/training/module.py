@@ -79,10 +79,11 @@ class LanguageModelTask(pl.LightningModule):
         parameters = self.trainable_parameters()
         average_gradients(parameters)
         norm = torch.stack([gather_tensor(p.grad.norm()) for p in parameters if p.grad is not None]).norm()
-        self.check_finite("gradient norm", norm.item())
+        size = norm.item()
+        self.check_finite("gradient norm", size)
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip, norm, foreach=False)
         rate = optimizer.param_groups[0]["lr"]
-        self.metrics = {"loss": mean, "learning_rate": rate, "gradient_norm": norm.item()}
+        self.metrics = {"loss": mean, "learning_rate": rate, "gradient_norm": size}
         optimizer.step()
         scheduler: Any = self.lr_schedulers()
         scheduler.step()
