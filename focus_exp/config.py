@@ -244,6 +244,7 @@ class BenchConfig:
     groups: list[int] = option([4, 8], least=1)
     methods: list[str] = option([])
     top_k: list[int] = option([1], least=1)
+    compile: list[str] = option([], choices=("default", "reduce-overhead", "max-autotune"))
     dtype: str = option("bf16", choices=("bf16", "float32"))
     repeats: int = option(7, least=1)
     routed_tokens: int = option(16_384, least=2)

@@ -127,11 +127,14 @@ def test_time_prefill_full_kernels_give_the_base_logits(tiny_model):
 @pytest.mark.parametrize("groups", [1, 4])
 def test_time_decode_model_counts_what_a_sliding_layer_keeps_and_reads(groups, tiny_model):
     model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
-    (row,) = timings(time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 1, "focus"))
+    rows = timings(time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 1, "focus"))
+    assert [row.path for row in rows] == ["cached, dynamic", "cached, static"]
     with torch.no_grad(), disable_method(model):
         cache = model(torch.randint(256, (1, 24))).past_key_values
-    assert row.full_peak_memory_bytes == sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-    assert (row.density == 1) == (groups == 1)
+    size = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    for row in rows:
+        assert row.full_peak_memory_bytes == size
+        assert (row.density == 1) == (groups == 1)
 
 
 @torch.no_grad()
@@ -139,10 +142,21 @@ def test_time_decode_model_stays_within_the_positions(tiny_model):
     model = set_routing(attach(tiny_model("gpt2", n_positions=48), "focus", groups=2, window=4, sinks=1), hard=True)
     ids: list[int] = []
     model.transformer.wpe.register_forward_pre_hook(lambda _, args: ids.append(int(args[0].max())))
-    (row,) = timings(time_decode_model(model, torch.randint(256, (1, 48)), FLOAT32, 2, "focus"))
-    assert row.latency_ms > 0 and row.seq_len == 48 and max(ids) == 47
+    rows = timings(time_decode_model(model, torch.randint(256, (1, 48)), FLOAT32, 2, "focus"))
+    assert all(row.latency_ms > 0 and row.seq_len == 48 for row in rows) and max(ids) == 47
     with pytest.raises(RuntimeError, match="bench.decode_lengths"):
-        time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 2, "focus")
+        list(time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 2, "focus"))
+
+
+@torch.no_grad()
+def test_compiled_models_are_timed_next_to_the_fastest_full_attention(tiny_model):
+    model, tokens = attach_hard(tiny_model), torch.randint(256, (1, 64))
+    for measure, path in ((time_prefill, "masked"), (time_decode_model, "cached, static")):
+        rows = timings(measure(model, tokens, FLOAT32, 1, "focus", ["default"]))
+        assert {path, f"{path}, compiled"} <= {row.path for row in rows}
+        (full,) = {(row.full_kernel, row.full_latency_ms) for row in rows}
+        assert full[0] in {row.path for row in rows} | {"sdpa", "sdpa, compiled"}
+        assert all(row.speedup == pytest.approx(full[1] / row.latency_ms) for row in rows)
 
 
 def test_bench_job_leaves_out_whole_models_beyond_the_positions(tmp_path):
@@ -171,7 +185,7 @@ def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_pat
     assert all(row.error is None and row.latency_ms for row in rows)
     for row in (row for row in rows if row.clock.startswith("decode")):
         assert 0 < row.density < 1 and row.peak_memory_bytes >= row.full_peak_memory_bytes
-        assert row.path == "cached" and ("Cache" in row.full_kernel or "Layer" in row.full_kernel)
+        assert row.path in ("cached, dynamic", "cached, static") and row.full_kernel.startswith("cached")
     assert record.steps == 1 and (only_run(tmp_path) / "adapter").is_dir()
     assert "decode" in (only_run(tmp_path) / "table.md").read_text()
     again = run(*tiny(tmp_path), *BENCH)
@@ -225,7 +239,7 @@ def test_bench_job_times_a_fitted_router(tmp_path, monkeypatch, method, fails):
     succeed(*fitting(*tiny(tmp_path), "job=bench", *options, *FIT, *lengths, *clear))
     rows = timings(record_of(tmp_path).measurements)
     cases = [(row.clock, row.method, row.seq_len) for row in rows]
-    timed = [("attention", 300), ("prefill", 32), ("prefill", 48), ("decode model", 40)]
+    timed = [("attention", 300), ("prefill", 32), ("prefill", 48), *[("decode model", 40)] * 2]
     assert cases == [(clock, method, length) for clock, length in timed]
     for row in rows:
         if fails and row.clock == "prefill":

@@ -93,7 +93,8 @@ class SpeedBenchmark:
         """Time the whole model on `length` tokens."""
         name, settings = self.case
         repeats = min(MODEL_REPEATS, self.config.bench.repeats)
-        return measure(self.model, self.tokens(length), self.precision, repeats, name, **settings)
+        modes = self.config.bench.compile
+        return measure(self.model, self.tokens(length), self.precision, repeats, name, modes, **settings)
 
     def time_methods(self, length: int) -> Iterable[Measurement]:
         """Time a layer of each of `methods`."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.kernels.cpu_sparse import FULL_FROM, unavailable_reason
@@ -32,9 +32,9 @@ DECODE_STEPS = 8  # tokens decoded one after the other in one measurement
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, tokens: Tensor, precision: Precision) -> None:
+def prefill(call: Callable[..., Any], tokens: Tensor, precision: Precision) -> None:
     with precision.context():
-        model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        call(input_ids=tokens, use_cache=False, logits_to_keep=1)
 
 
 def run_in(context: Callable[[], AbstractContextManager[object]], work: Work) -> None:
@@ -63,78 +63,144 @@ def full_attention_works(model: PreTrainedModel, work: Work, length: int) -> dic
     return works
 
 
+def compiled_calls(model: PreTrainedModel, modes: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Return the model as called and, by a name, compiled in these modes of torch.compile; earlier graphs are freed."""
+    torch.compiler.reset()  # a graph for each side, length and clock would reach the limit of recompilations
+    calls: dict[str, Callable[..., Any]] = {"": model}
+    for mode in modes:
+        name = "compiled" if mode == "default" else f"compiled ({mode})"
+        calls[name] = torch.compile(model, fullgraph=True, dynamic=False, mode=mode)
+    return calls
+
+
+def compare_ways(
+    variant: str,
+    full: Mapping[str, Mapping[str, float | None]],
+    ours: Mapping[str, Mapping[str, float | None]],
+    settings: dict[str, Any],
+    density: float,
+) -> Iterator[Measurement]:
+    """Yield the measurements of each way to run the variant, next to the fastest way to run full attention.
+
+    full, ours: `seconds` and `peak_bytes` by the names of the ways.
+    """
+    fastest = min(full, key=lambda name: full[name]["seconds"] or 0.0)
+    for path, way in ours.items():
+        at = settings | {"full_kernel": fastest, "path": path}
+        yield from compare_times(variant, full[fastest], way, at, density)
+
+
 def time_prefill(
-    model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, variant: str, **settings: Any
-) -> list[Measurement]:
-    """Time the clock "prefill": logits of the token after `tokens` (1, T), in turn with full attention."""
-    run = partial(prefill, model, tokens, precision)
-    full = full_attention_works(model, run, tokens.shape[1])
-    seconds = time_in_turns({**full, "ours": run}, repeats, precision.device)
-    kernel = min(full, key=lambda name: seconds[name])
+    model: PreTrainedModel,
+    tokens: Tensor,
+    precision: Precision,
+    repeats: int,
+    variant: str,
+    modes: Iterable[str] = (),
+    **settings: Any,
+) -> Iterator[Measurement]:
+    """Time the clock "prefill": logits of the token after `tokens` (1, T), in turn with full attention.
+
+    modes: of torch.compile in which both are timed, too.
+    """
+    path, density = describe_pass(model, tokens, precision)
+    full, ours = dict[str, Work](), dict[str, Work]()
+    for name, call in compiled_calls(model, modes).items():
+        run = partial(prefill, call, tokens, precision)
+        ours[describe_way(path, name)] = run
+        kernels = full_attention_works(model, run, tokens.shape[1])
+        full |= {describe_way(kernel, name): work for kernel, work in kernels.items()}
+    seconds = time_in_turns({**full, **{f"ours {name}": run for name, run in ours.items()}}, repeats, precision.device)
 
     def measure(name: str, work: Work) -> dict[str, float | None]:
         return {"seconds": seconds[name], "peak_bytes": measure_peak(lambda: work, precision.device)}
 
-    path, density = describe_pass(model, tokens, precision)
     settings = {
         "clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings,
-        **describe_model(model, precision), "full_kernel": kernel, "path": path,
+        **describe_model(model, precision),
     }  # fmt: skip
-    return compare_times(variant, measure(kernel, full[kernel]), measure("ours", run), settings, density)
+    sides = {name: measure(name, work) for name, work in full.items()}
+    yield from compare_ways(
+        variant, sides, {name: measure(f"ours {name}", run) for name, run in ours.items()}, settings, density
+    )
 
 
 def time_decode_model(
-    model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int, variant: str, **settings: Any
-) -> list[Measurement]:
+    model: PreTrainedModel,
+    tokens: Tensor,
+    precision: Precision,
+    repeats: int,
+    variant: str,
+    modes: Iterable[str] = (),
+    **settings: Any,
+) -> Iterator[Measurement]:
     """Time the clock "decode model": the whole model for one token, up to as many as `tokens` (1, T).
 
-    The prompt is shorter by the tokens that are decoded, so that none is beyond position T.
+    The prompt is shorter by the tokens that are decoded, so that none is beyond position T. Both sides have a dynamic
+    and a static cache; compiled models have the latter.
 
     Raises:
         RuntimeError: T is too short for one prompt token.
     """
-    decoded = (repeats + 1) * DECODE_STEPS  # one round to warm up
+    calls = compiled_calls(model, modes)
+    decoded = (repeats + 1) * DECODE_STEPS * len(calls)  # one round to warm up
     if tokens.shape[1] <= decoded:
         raise RuntimeError(f"bench.decode_lengths must be > {decoded}, the tokens that are decoded")
-    prompt = tokens[:, :-decoded]
-    ours = Decoder(model, prompt, precision)
-    with disable_method(model):
-        full = Decoder(model, prompt, precision)
-    works: dict[str, Work] = {"full": partial(run_in, partial(disable_method, model), full.run), "ours": ours.run}
+    prompt, works, decoders = tokens[:, :-decoded], dict[str, Work](), dict[str, Decoder]()
+    contexts: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "full": partial(disable_method, model), "ours": nullcontext
+    }  # fmt: skip
+    for (side, context), kind in product(contexts.items(), ("dynamic", "static")):
+        with context():
+            decoder = Decoder(model, prompt, precision, tokens.shape[1] if kind == "static" else None)
+        for mode, call in calls.items():
+            if kind == "static" or call is model:
+                name = f"{side} {describe_way(kind, mode)}"
+                works[name], decoders[name] = partial(run_in, context, partial(decoder.run, call)), decoder
     seconds = time_in_turns(works, repeats, precision.device)
+    sides: dict[str, dict[str, dict[str, float | None]]] = {"full": {}, "ours": {}}
+    keys: dict[str, int] = {}
+    for name, decoder in decoders.items():
+        side, _, way = name.partition(" ")
+        keys[side], size = decoder.count_keys_and_bytes()
+        sides[side][f"cached, {way}"] = {"seconds": seconds[name] / DECODE_STEPS, "peak_bytes": size}
     settings = {
         "clock": "decode model", "seq_len": tokens.shape[1], "repeats": repeats, **settings,
-        **describe_model(model, precision), "full_kernel": f"DynamicCache, {attention_name(model)}", "path": "cached",
+        **describe_model(model, precision),
     }  # fmt: skip
-    sides, keys = {}, {}
-    for name, decoder in {"full": full, "ours": ours}.items():
-        keys[name], size = decoder.count_keys_and_bytes()
-        sides[name] = {"seconds": seconds[name] / DECODE_STEPS, "peak_bytes": size}
-    return compare_times(variant, sides["full"], sides["ours"], settings, density=keys["ours"] / keys["full"])
+    yield from compare_ways(variant, sides["full"], sides["ours"], settings, keys["ours"] / keys["full"])
+
+
+def describe_way(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
 
 
 class Decoder:
-    """Greedy decoding after a prompt (1, T), DECODE_STEPS tokens at a time."""
+    """Greedy decoding after a prompt (1, T), DECODE_STEPS tokens at a time.
 
-    def __init__(self, model: PreTrainedModel, tokens: Tensor, precision: Precision) -> None:
+    room: tokens of a static cache; None for a dynamic one.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, precision: Precision, room: int | None = None) -> None:
         self.model, self.precision = model, precision
-        self.cache: Cache | None = None
+        self.cache: Cache = DynamicCache(config=model.config)
+        if room is not None:
+            self.cache = StaticCache(config=model.config, max_cache_len=room)
         self.token = tokens
-        self.step()
+        self.step(model)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, call: Callable[..., Any]) -> None:
         with self.precision.context():
-            out = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.cache, self.token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            out = call(input_ids=self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.token = out.logits[:, -1:].argmax(-1)
 
-    def run(self) -> None:
+    def run(self, call: Callable[..., Any]) -> None:
         for _ in range(DECODE_STEPS):
-            self.step()
+            self.step(call)
 
     def count_keys_and_bytes(self) -> tuple[int, int]:
         """Return keys that the last step read and bytes of the cache, over the attached layers."""
-        assert self.cache is not None
         attached = attached_methods(self.model)
         layers = [count_keys_and_bytes(layer) for index, layer in enumerate(self.cache.layers) if index in attached]
         return sum(keys for keys, _ in layers), sum(size for _, size in layers)
