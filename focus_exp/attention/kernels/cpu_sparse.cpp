@@ -42,7 +42,7 @@ constexpr float SLACK = 6.f;      // scores may pass the running maximum by 2^6 
 constexpr float UNSET = std::numeric_limits<float>::max();  // a router's threshold before its fit
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 constexpr int64_t STATE_BYTES = 256 << 10;  // of a task's rows: half of a common L2 cache
-enum { DECODED = 32, AHEAD = 64 };          // keys of a cache that are met at a time, and fetched ahead
+enum { DECODED = 32, AHEAD = 128 };         // keys of a cache that are met at a time, and fetched ahead
 constexpr int64_t CHUNK_BYTES = 32 << 10;   // of a chunk's keys and values: a common L1 cache
 
 template <class E> struct Pair { enum { size = 1 }; };
