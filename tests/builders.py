@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from focus_exp import attach, set_routing
 from focus_exp import config as schema
 from focus_exp.checks import parse
 from focus_exp.config import Config, conf_dir, register_schemas
-from focus_exp.results.comparison import compare_variants
 from focus_exp.results.intervals import Estimate
 from focus_exp.results.losses import benchmark_name
 from focus_exp.results.measurement import Measurement
@@ -51,18 +49,11 @@ def load_recorded(values: dict[str, Any]) -> Any:
     return OmegaConf.merge(OmegaConf.structured(Config), recorded)
 
 
-def find_inconsistent(record: Record, variants: dict[str, Record] | None = None) -> list[str]:
-    """Return the measurements of a run that do not follow from its losses, or from those of its variants.
+def find_inconsistent(record: Record) -> list[str]:
+    """Return the measurements of a run that do not follow from its losses.
 
     Nine digits of the losses leave 1e-5 nats of a bound over few units.
     """
-    if record.variants:
-        again = replace(record, path=None)
-        compare_variants(again, variants or {}, record.config["references"])
-        made = {(m.variant, m.reference): (m.value, m.low, m.high) for m in again.measurements}
-        changes = [m for m in record.measurements if m.metric == "nll_change"]
-        wrong = [m for m in changes if not is_close((m.value, m.low, m.high), made.get((m.variant, m.reference)))]
-        return [f"{m.variant} against {m.reference}" for m in wrong]
     final = [m for m in record.measurements if m.value is not None and not m.settings.get("phase")]
     wrong = []
     for m in final:

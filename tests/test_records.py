@@ -11,10 +11,9 @@ from pandas.testing import assert_frame_equal
 from running import only_run, run, tiny
 
 from focus_exp.errors import UserError
-from focus_exp.reporting.load import load_results
+from focus_exp.reporting.load import load_results, load_run
 from focus_exp.reporting.pages import fill_pages
 from focus_exp.reporting.report import render_markdown, report_tables
-from focus_exp.results.comparison import compare_variants
 from focus_exp.results.measurement import format_measurements
 from focus_exp.results.record import Record, VariantRun
 from focus_exp.results.runs import collect_runs, find_variants, read_runs, read_tables
@@ -41,7 +40,7 @@ def test_published_report_and_pages_follow_from_measurements(published):
 
 
 def test_published_measurements_follow_from_losses(records):
-    wrong = {name: find_inconsistent(run, find_variants(name, run, records)) for name, run in records.items()}
+    wrong = {name: find_inconsistent(run) for name, run in records.items()}
     assert {name: rows for name, rows in wrong.items() if rows} == {}
 
 
@@ -94,11 +93,11 @@ def test_read_tables_damaged_raises(finished_run, tmp_path, damaged):
         read_tables(tmp_path)
 
 
-def test_compare_variants_without_a_run_has_no_changes():
+def test_comparison_without_runs_of_its_variants_has_no_rows(tmp_path):
     variant = VariantRun(name="one", settings=[], folder="runs/adhoc/tiny/one-seed0-ab")
-    comparison = Record(status="running", experiment="adhoc", variants=[variant])
-    compare_variants(comparison, find_variants("adhoc/tiny/compare-seed0-cd", comparison, {}), [])
-    assert comparison.measurements == [] and comparison.model == {}
+    path = tmp_path / "adhoc" / "tiny" / "compare-seed0-cd" / "record.json"
+    Record(status="finished", experiment="adhoc", started="now", variants=[variant]).save(path)
+    assert load_run(path.parent).rows.empty
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from focus_exp.jobs.evaluate import evaluate_adapter
 from focus_exp.jobs.resume import finished_record
 from focus_exp.jobs.run import lock_run_dir, record_run
 from focus_exp.jobs.train import train
-from focus_exp.results.comparison import compare_variants
 from focus_exp.results.record import RECORD, Record, VariantRun
 from focus_exp.results.run_dir import name_data, name_model, run_folder
 from focus_exp.results.runs import load_variants
@@ -56,7 +55,9 @@ def compare(config: Config) -> None:
                 describe_variant(name, variant, variant_settings(config, name), errors.get(name))
                 for name, variant in configs.items()
             ]
-            compare_variants(run.record, load_variants(run.folder, run.record), config.references)
+            runs = load_variants(run.folder, run.record).values()
+            if measured := next((run for run in runs if run.find("nll", variant="base") is not None), None):
+                run.record.model, run.record.data = measured.model, measured.data
     if errors:
         raise UserError(
             f"variants failed: {', '.join(errors)} ({len(errors)} of {len(configs)}), for the reasons in {run.folder}. "

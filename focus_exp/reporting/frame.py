@@ -45,8 +45,8 @@ SETTINGS = (
 MEASURED = (
     *("source", "subject", "name", "variant", "metric", "value", "low", "high", "unit", "reference", "n", "n_units"),
     *("stderr", "level", "reference_level", "density", "sparsity", "distant_density", "largest_group", "mask_active"),
-    *("primary", "deciding", "task_metric", "version", "case", "own_nll", "own_tokens", "trainable_params"),
-    *("variant_setup", "first_variant", "reversed", "reference_causal", "reference_params", "reference_setup"),
+    *("primary", "deciding", "task_metric", "version", "case", "own_tokens", "trainable_params"),
+    *("variant_setup", "first_variant", "reversed", "reference_causal", "reference_setup"),
     *("size_ratio", "same_prefix"),
 )
 AGGREGATED = ("seeds", "members", "deviation", "seed_deviation")  # of an aggregate

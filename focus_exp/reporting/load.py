@@ -6,19 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.frame import COLUMNS, RUN_FACTS, VARIANT_FACTS, Row, filter_rows, matches, read_yaml, to_frame
-from focus_exp.results.comparison import compare_variants
+from focus_exp.reporting.comparison import join_variants, pair_variants, trained_parameters
+from focus_exp.reporting.frame import COLUMNS, RUN_FACTS, VARIANT_FACTS, Row, filter_rows, to_frame
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
 from focus_exp.results.metrics import METRICS, read_metrics
-from focus_exp.results.record import RECORD, Record, VariantRun
+from focus_exp.results.record import RECORD, Record
 from focus_exp.results.runs import find_variants, load_variants, read_runs
 from focus_exp.results.setup import setup_key
 
@@ -188,7 +187,7 @@ def quality_rows(rows: list[Any], primary: str) -> Iterator[Any]:
             continue
         other = dict.fromkeys(SUBJECT_METRICS) | subjects.get(row.subject, {})
         made = row._replace(
-            source="phases" if row.phase else "rows", variant=None, own_nll=other["nll"],
+            source="phases" if row.phase else "rows", variant=None,
             mask_active=is_mask_active(row), distant_density=other["distant_density"],
             largest_group=other["largest_group_fraction"], dof=None, n=None,
             own_tokens=other["training_tokens"], primary=row.variant == primary and not row.phase,
@@ -320,100 +319,15 @@ def join_runs(runs: dict[str, LoadedRun]) -> Results:
     facts, rows = [], []
     loaded = {id(run.record): run for run in runs.values()}
     for run in sorted(runs.values(), key=lambda run: (run.facts["is_variant"], run.record.started)):
-        others = {name: loaded.get(id(record)) or LoadedRun(name, record, {}) for name, record in run.variants.items()}
-        pairs = [(variant, others.get(variant.name)) for variant in run.record.variants]
         shared, name = {name: run.facts[name] for name in RUN_FACTS}, run.facts["variant"]
-        total = [run.record.wall_seconds, *(other.record.wall_seconds for _, other in pairs if other)]
-        seconds = None if None in total else sum(filter(None, total))
-        facts.append(run.facts | {"total_seconds": seconds})
-        if pairs:
-            shared["first_variant"] = pairs[0][0].name
-            made = join_variants(pairs)
-            made += pair_variants(run, made)
+        total = [run.record.wall_seconds, *(variant.wall_seconds for variant in run.variants.values())]
+        facts.append(run.facts | {"total_seconds": None if None in total else sum(filter(None, total))})
+        if run.record.variants:
+            shared["first_variant"] = run.record.variants[0].name
+            variants = {v: loaded.get(id(record)) or LoadedRun(v, record, {}) for v, record in run.variants.items()}
+            made = join_variants(run.variants, {v: variant.rows for v, variant in variants.items()})
+            made += pair_variants(run.record, run.variants, made)
         else:
             made = [row._replace(variant=name) for row in run.rows] if name else run.rows
         rows += [row._replace(**shared) for row in made]
     return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), to_frame(rows))
-
-
-def trained_parameters(record: Record) -> int:
-    """Return the number of parameters that a run trained."""
-    return int(record.method.get("trainable_parameters") or 0) if record.tokens_seen else 0
-
-
-def join_variants(pairs: list[tuple[VariantRun, LoadedRun | None]]) -> list[Any]:
-    """Return the rows of a comparison: of the base and of each variant its primary ones."""
-    base: list[Any] = []
-    rows: list[Any] = []
-    for variant, run in pairs:
-        if run is None:
-            continue
-        parameters = trained_parameters(run.record)
-        named = {"variant": variant.name, "variant_setup": setup_key(run.record), "trainable_params": parameters}
-        if not base and any(row.kind == "base" and row.source == "rows" for row in run.rows):
-            base = [row for row in run.rows if row.kind in ("base", "missing") and row.source in ("rows", "benchmarks")]
-        primary = next((r for r in run.rows if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
-        rows += [row._replace(**named) for row in run.rows if represents(row, primary)]
-    return [*(row._replace(variant=None) for row in base), *rows]
-
-
-def represents(row: Any, primary: Any) -> bool:
-    """Return whether a row of a variant's run is one of its comparison."""
-    if row.source == "rows":
-        return row.subject == primary.subject and row.reference in (None, "base")
-    if row.source == "benchmarks":
-        return row.kind == primary.kind and (row.kind != "control" or row.method == primary.method)
-    return row.source in ("phases", "probes")
-
-
-def claimed_changes(run: LoadedRun) -> list[Measurement]:
-    """Return the paired changes between variants that claims.yaml compares, from their losses."""
-    pairs = [
-        claim["select"] | replaced
-        for claim in read_yaml("claims")
-        for replaced in (dict[str, Any](), claim.get("own", {}))
-        if run.record.experiment in claim["experiments"] and claim["select"].get("metric") == "nll_change"
-    ]
-    names = [variant.name for variant in run.record.variants]
-    wanted = {
-        (name, other)
-        for pair in pairs
-        for name, other in product(names, names)
-        if "variant" in pair and matches(name, pair["variant"]) and matches(other, pair["reference"])
-    }
-    again = replace(run.record, path=None)
-    compare_variants(again, run.variants, sorted({reference for _, reference in wanted}))
-    return [m for m in again.measurements if (m.variant, m.reference) in wanted]
-
-
-def pair_variants(run: LoadedRun, rows: list[Any]) -> list[Any]:
-    """Return the paired changes between variants of a comparison, in both directions."""
-    levels: dict[tuple[str, str], Any] = {}
-    for row in rows:
-        if row.source == "rows" and row.variant is not None:
-            levels.setdefault((row.variant, row.metric), row)
-    made = []
-    seen = set()
-    for m in [*run.record.measurements, *claimed_changes(run)]:
-        ours, other = (levels.get((variant, "perplexity")) for variant in (m.variant, m.reference))
-        pair = frozenset((m.variant, m.reference))
-        if m.metric != "nll_change" or pair in seen or ours is None or other is None:
-            continue
-        seen.add(pair)
-        assert m.value is not None
-        change = levels.get((m.variant, "nll_change"), Row(dof=m.settings.get("dof"), n_units=m.n))
-        shown = ours.value, exp(ours.own_nll - m.value)
-        for sign, mine, theirs in ((1, ours, other), (-1, other, ours)):
-            low, high = (None, None) if m.low is None or m.high is None else sorted((sign * m.low, sign * m.high))
-            level, reference_level = shown[::sign]
-            row = mine._replace(
-                metric="nll_change", unit="nats", value=sign * m.value, low=low, high=high, level=level,
-                reference_level=reference_level, reference=theirs.variant, dof=change.dof, n_units=change.n_units,
-                reference_causal=theirs.causal, reference_params=theirs.trainable_params,
-                reference_setup=theirs.variant_setup, primary=True if sign > 0 else None,
-                reversed=True if sign < 0 else None,
-                size_ratio=mine.trainable_params / theirs.trainable_params if theirs.trainable_params else None,
-                same_prefix=mine.variant.rpartition("_")[0] == theirs.variant.removesuffix("_full"),
-            )  # fmt: skip
-            made.append(row._replace(stderr=standard_error(row, row.dof)))
-    return made
