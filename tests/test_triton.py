@@ -34,7 +34,7 @@ from focus_exp.attention.selection import (
     select,
 )
 
-pytest.importorskip("triton", reason="Triton is there on Linux alone")
+interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton is there on Linux alone")
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="the kernels run on the GPU")
 
 
@@ -148,6 +148,32 @@ def test_attend_cached_split_over_keys_equals_the_masked_path(seen, dtype):
     out = attend_cached(q, k, v, *groups, visible, before, logits, 50, 4, 0.2, args.softcap or 0.0)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(out.transpose(1, 2).float(), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[str]:
+    """Return the names of the kernels that are launched, as they are."""
+    names, run = list[str](), interpreter.GridExecutor.__call__
+    monkeypatch.setattr(
+        interpreter.GridExecutor,
+        "__call__",
+        lambda self, *args, **options: names.append(self.fn.__name__) or run(self, *args, **options),
+    )
+    return names
+
+
+@torch.no_grad()
+def test_layer_launches_five_kernels_and_a_decode_step_two(launches):
+    from focus_exp.attention.kernels.decode_gpu import attend_cached
+
+    (q,), (k, v), gates = torch.randn(1, 1, 4, 300, 16), torch.randn(2, 1, 2, 300, 16), torch.rand(1, 300, 8)
+    selection, args = select(gates, 1, "query_topk"), AttentionArgs(0.25, window=4, sinks=1)
+    Triton().attention(q, k, v, selection, Sequence.plain(1, 300), args)
+    assert launches == ["count_members", "scan_counts", "place_tokens", "groups_forward", "window_forward"]
+    launches.clear()
+    groups = pack_groups(selection.key_groups, 1, 300, q.device)
+    attend_cached(q[:, :, -1:], k, v, groups, groups[:, :, -1:], None, None, None, 4, 1, 0.25, 0.0)
+    assert launches == ["decode_span", "decode_merge"]
 
 
 def test_too_many_shared_groups_raise():

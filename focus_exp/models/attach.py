@@ -49,7 +49,7 @@ def attach(
     """Attach an attention method to all layers of a causal language model, or to some.
 
     The base weights stay as they are; call `freeze` before training. A method takes the training mode of its layer;
-    call `model.eval()` for hard routing, with which `generate()` uses a grouped KV cache.
+    call `model.eval()` for hard routing, with which `generate()` reads its KV cache by group.
 
     Args:
         method: a name, or the dotted path of a class.
