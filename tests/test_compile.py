@@ -44,17 +44,17 @@ def paths(model: PreTrainedModel) -> set[str | None]:
 def test_cpu_attention_operators_fit_torch(trained, padded):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 40, 8), *torch.randn(2, 2, 2, 40, 8)
-    asks, answers = torch.rand(2, 2, 2, 40, 3)
+    query_gates, key_gates = torch.rand(2, 2, 2, 40, 3)
     logits = torch.randn(4)
-    leaves = [x.requires_grad_(trained) for x in (q, k, v, logits, asks, answers)]
-    groups = (asks > 0.5, answers > 0.5)
+    leaves = [x.requires_grad_(trained) for x in (q, k, v, logits, query_gates, key_gates)]
+    groups = (query_gates > 0.5, key_gates > 0.5)
     valid = torch.arange(40).expand(2, -1) >= 5 if padded else None
     options = (6, 2, cpu_sparse.NO_REACH, 0.3, 0.0)
     operators = cpu_sparse.load_operators()
     torch.library.opcheck(operators.attend.default, (*leaves[:3], *groups, valid, *leaves[3:], *options, 5.0))
     out, lse = operators.attend(q, k, v, *groups, valid, logits, None, None, *options, 0.0)
     inputs = [x.detach() for x in (torch.rand_like(out), q, k, v, out, lse)]
-    gates = (asks.detach(), answers.detach()) if trained else (None, None)
+    gates = (query_gates.detach(), key_gates.detach()) if trained else (None, None)
     torch.library.opcheck(operators.attend_backward.default, (*inputs, *groups, valid, *gates, *options))
 
 
@@ -71,18 +71,18 @@ def test_cpu_route_operator_fits_torch():
 def test_gpu_attention_operators_fit_torch(trained, shared):
     torch.manual_seed(0)
     q, k, v = torch.randn(18, 2, 16), *torch.randn(2, 18, 1, 16)
-    asks, answers = torch.rand(2, 2, 1, 9, 3)
+    query_gates, key_gates = torch.rand(2, 2, 1, 9, 3)
     logits = torch.randn(2, 2)
-    leaves = [x.requires_grad_(trained) for x in (q, k, v, logits, asks, answers)]
+    leaves = [x.requires_grad_(trained) for x in (q, k, v, logits, query_gates, key_gates)]
     several = 2 if shared else 1  # of every token, so that every place of a list is filled
-    groups = [top_k_groups(x.detach(), several).to(torch.uint8) for x in (asks, answers)]
+    groups = [top_k_groups(x.detach(), several).to(torch.uint8) for x in (query_gates, key_gates)]
     begins = torch.zeros(2, dtype=torch.int32)
     valid = torch.ones(2, 9, dtype=torch.uint8) if trained else None
     numbers = (several, several, 2, 0, 0.3, 0.0)
     arguments = (*leaves[:3], *groups, begins, valid, *leaves[3:], *numbers, 5.0)
     torch.library.opcheck(torch.ops.focus_exp.gpu_attend.default, arguments)
     out, lse, *lists = (x.detach() for x in gpu_sparse.gpu_attend(*arguments))
-    gates = (asks.detach(), answers.detach()) if trained else (None, None)
+    gates = (query_gates.detach(), key_gates.detach()) if trained else (None, None)
     torch.library.opcheck(
         torch.ops.focus_exp.gpu_attend_backward.default,
         (

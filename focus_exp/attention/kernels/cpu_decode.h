@@ -63,7 +63,7 @@ void attend_stretches(const CachedProblem& p, void (*decode)(const Scores&, Rows
     const int64_t t1 = std::min(p.T, t0 + block);
     auto work = [&](int64_t task, Scratch& w) {
       const int64_t x = task / stretches, b = x / p.G, g = x % p.G, from = task % stretches * STRETCH, to = std::min<int64_t>(p.S, from + STRETCH);
-      const int32_t *has = p.groups(p.key_groups, b, g), *asks = p.groups(p.query_groups, b, g);
+      const int32_t *has = p.groups(p.key_groups, b, g), *wanted = p.groups(p.query_groups, b, g);
       const Cached<SK, SV> cached{static_cast<const SK*>(p.k.data) + b * p.k.batch + g * p.k.head, static_cast<const SV*>(p.v.data) + b * p.v.batch + g * p.v.head,
                                   p.k.token, p.v.token, p.k.size, p.v.size};
       for (int64_t t = t0; t < t1; t++) {
@@ -76,7 +76,7 @@ void attend_stretches(const CachedProblem& p, void (*decode)(const Scores&, Rows
         const Bounds at = p.bounds(b, t);
         const int64_t end = std::min(to, at.end), near = std::max(from, std::max(at.near, at.far));
         int64_t n = p.isa->list_keys(has, p.W, nullptr, seen, from, std::min(end, at.far), w.index.data, 0);
-        n = p.isa->list_keys(has, p.W, asks + t * p.W, seen, std::max(from, at.far), std::min(end, at.near), w.index.data, n);
+        n = p.isa->list_keys(has, p.W, wanted + t * p.W, seen, std::max(from, at.far), std::min(end, at.near), w.index.data, n);
         n = p.isa->list_keys(has, p.W, nullptr, seen, near, end, w.index.data, n);
         for (int64_t r = 0; n && r < p.share; r++) p.q.read(b, g * p.share + r, t, w.q.data + r * p.dk, p.dk);
         for (int64_t r = 0; n && r < p.share; r += ROWS) {

@@ -528,10 +528,10 @@ void forward(const Problem& p, Function attend, const float* sink_logits, Tensor
 
 // Output [B, T, H, Dv] and natural logsumexp [B, H, T] of q [B, H, T, D], k and v [B, G, T, D]; zeros and -inf at padding.
 // query_groups, key_groups [B, 1 or G, T, K] bool, None for full attention; valid [B, T] bool, false at padding,
-// of which there is none between tokens. asks, answers and slope matter to gradients alone, see attend_backward.
+// of which there is none between tokens. query_gates, key_gates and slope matter to gradients alone, see attend_backward.
 // A query i sees no key j with i - j >= reach, sinks or not.
 std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& query_groups, const optional<Tensor>& key_groups,
-                                  const optional<Tensor>& valid, const optional<Tensor>& sink_logits, const optional<Tensor>& asks, const optional<Tensor>& answers, int64_t window,
+                                  const optional<Tensor>& valid, const optional<Tensor>& sink_logits, const optional<Tensor>& query_gates, const optional<Tensor>& key_gates, int64_t window,
                                   int64_t sinks, int64_t reach, double scaling, double softcap, double) {
   Problem p(q, k, v, query_groups, key_groups, valid, window, sinks, reach, scaling, softcap);
   Tensor out = valid ? at::zeros({p.B, p.T, p.H, v.size(3)}, q.options()) : at::empty({p.B, p.T, p.H, v.size(3)}, q.options());
@@ -553,28 +553,28 @@ struct BackwardScratch {
         gate_rows(ROWS * groups + 1), meeting(p.rows * p.share) {}
 };
 
-// Gradients of q [B, T, H, D], k, v [B, T, G, D], and of asks and answers [B, G, T, K] where these are given: the soft
+// Gradients of q [B, T, H, D], k, v [B, T, G, D], and of query_gates and key_gates [B, G, T, K] where these are given: the soft
 // assignments [B, 1 or G, T, K] of queries and keys, whose product a straight-through gate adds to the distant scores.
 // All are float32. A key's gradient is summed over `shards` of the queries in a fixed order.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, const optional<Tensor>& query_groups,
-    const optional<Tensor>& key_groups, const optional<Tensor>& valid, const optional<Tensor>& asks, const optional<Tensor>& answers, int64_t window,
+    const optional<Tensor>& key_groups, const optional<Tensor>& valid, const optional<Tensor>& query_gates, const optional<Tensor>& key_gates, int64_t window,
     int64_t sinks, int64_t reach, double scaling, double softcap) {
   Problem p(q, k, v, query_groups, key_groups, valid, window, sinks, reach, scaling, softcap);
-  const bool gated = asks && answers;
+  const bool gated = query_gates && key_gates;
   const int64_t heads = p.B * p.G, groups = gated ? padded(p.groups) : 0, blocks = (p.T + p.rows - 1) / p.rows;
   const int64_t shards = std::clamp<int64_t>((2 * at::get_num_threads() + heads - 1) / std::max<int64_t>(heads, 1), 1, std::min<int64_t>(blocks, 4));
   auto floats = q.options().dtype(at::kFloat);
   Tensor dq = at::zeros({p.B, p.T, p.H, p.q.size}, floats), dk = at::zeros({p.B, p.T, p.G, p.q.size}, floats), dv = at::zeros({p.B, p.T, p.G, p.v.size}, floats);
-  Tensor dasks = at::zeros({p.B, p.G, p.T, gated ? p.groups : 0}, floats), danswers = at::zeros_like(dasks);
+  Tensor dquery_gates = at::zeros({p.B, p.G, p.T, gated ? p.groups : 0}, floats), dkey_gates = at::zeros_like(dquery_gates);
   Source grads(dout.transpose(1, 2)), outs(out.transpose(1, 2)), ask, answer;
   if (gated) {
-    ask = Source(*asks);
-    answer = Source(*answers);
+    ask = Source(*query_gates);
+    answer = Source(*key_gates);
   }
   const float* lse_data = lse.const_data_ptr<float>();
   float *dq_data = dq.mutable_data_ptr<float>(), *dk_data = dk.mutable_data_ptr<float>(), *dv_data = dv.mutable_data_ptr<float>();
-  float *dasks_data = dasks.mutable_data_ptr<float>(), *danswers_data = danswers.mutable_data_ptr<float>();
+  float *dquery_data = dquery_gates.mutable_data_ptr<float>(), *dkey_data = dkey_gates.mutable_data_ptr<float>();
 
   // of every head all keys in the order of time, then those of each kind
   std::vector<int64_t> at(heads + 1, 0);
@@ -645,7 +645,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
         float* to = dq_data + ((b * p.T + t) * p.H + h) * p.q.size;
         for (int64_t d = 0; d < p.q.size; d++) to[d] = w.dq.data[i * p.dk + d] * float(scaling);
         if (!gated) continue;
-        float* ga = dasks_data + ((b * p.G + g) * p.T + t) * p.groups;
+        float* ga = dquery_data + ((b * p.G + g) * p.T + t) * p.groups;
         for (int64_t d = 0; d < p.groups; d++) ga[d] += w.dgate.data[i * groups + d];
       }
     }
@@ -660,11 +660,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_backward(
         to = dv_data + ((b * p.T + t) * p.G + g) * p.v.size;
         for (int64_t d = 0; d < p.v.size; d++) to[d] += dvalues.data[from * p.dv + d];
         if (!gated) return;
-        to = danswers_data + ((b * p.G + g) * p.T + t) * p.groups;
+        to = dkey_data + ((b * p.G + g) * p.T + t) * p.groups;
         for (int64_t d = 0; d < p.groups; d++) to[d] += dgate.data[from * groups + d];
       });
   });
-  return {dq, dk, dv, dasks, danswers};
+  return {dq, dk, dv, dquery_gates, dkey_gates};
 }
 
 #include "cpu_decode.h"
@@ -733,8 +733,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& h, const Tensor& weight, const Te
 
 TORCH_LIBRARY(focus_exp, m) {
   m.def("use_isa(str name) -> str", &use_isa);
-  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? valid, Tensor? sink_logits, Tensor? asks, Tensor? answers, int window, int sinks, int reach, float scaling, float softcap, float slope) -> (Tensor, Tensor)");
-  m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? valid, Tensor? asks, Tensor? answers, int window, int sinks, int reach, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? query_groups, Tensor? key_groups, Tensor? valid, Tensor? sink_logits, Tensor? query_gates, Tensor? key_gates, int window, int sinks, int reach, float scaling, float softcap, float slope) -> (Tensor, Tensor)");
+  m.def("attend_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? query_groups, Tensor? key_groups, Tensor? valid, Tensor? query_gates, Tensor? key_gates, int window, int sinks, int reach, float scaling, float softcap) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("route(Tensor h, Tensor weight, Tensor bias, Tensor importance_bias, Tensor limits, Tensor top_k, Tensor? penalty) -> (Tensor, Tensor)");
 }
 

@@ -78,11 +78,11 @@ class CpuSparse(Backend):
         queries, keys = (x.expand(-1, heads, -1, -1).contiguous() for x in (queries, keys))
         gates: Pair = (None, None)
         if args.ste_slope and selection.assignment is not None:
-            asks, answers = (
+            query_gates, key_gates = (
                 (x if x.ndim == 4 else x[:, None]).expand(-1, heads, -1, -1)
                 for x in (selection.assignment, selection.effective_key_assignment)
             )
-            gates = (asks, answers)
+            gates = (query_gates, key_gates)
         if sequence.allowed is not None and sequence.reach is None:
             raise BackendUnsupported(f"backend={self.name} takes no such mask of the base model; use backend=masked")
         return attend(q, k, v, (queries, keys), gates, sequence.valid, args, sequence.reach)
@@ -175,19 +175,19 @@ def time_full_attention(dtype: torch.dtype) -> Times:
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, query_groups, key_groups, valid, sink_logits, asks, answers, *options = inputs
+    q, k, v, query_groups, key_groups, valid, sink_logits, query_gates, key_gates, *options = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, query_groups, key_groups, valid, sink_logits, asks, answers, *output)
+    ctx.save_for_backward(q, k, v, query_groups, key_groups, valid, sink_logits, query_gates, key_gates, *output)
     ctx.options = options
 
 
 @once_differentiable
 def backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, the sink logits and both soft assignments."""
-    q, k, v, query_groups, key_groups, valid, sink_logits, asks, answers, out, lse = ctx.saved_tensors
+    q, k, v, query_groups, key_groups, valid, sink_logits, query_gates, key_gates, out, lse = ctx.saved_tensors
     *options, ste_slope = ctx.options
     dout = dout.to(out.dtype).contiguous()
-    gates = (asks, answers) if any(ctx.needs_input_grad[7:9]) else (None, None)
+    gates = (query_gates, key_gates) if any(ctx.needs_input_grad[7:9]) else (None, None)
     soft = [None if x is None else x.float().contiguous() for x in gates]
     dq, dk, dv, *dgates = torch.ops.focus_exp.attend_backward(
         dout, q, k, v, out, lse, query_groups, key_groups, valid, *soft, *options
@@ -213,10 +213,10 @@ def fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, 
 
 def fake_attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_groups: Tensor | None,
-    key_groups: Tensor | None, valid: Tensor | None, asks: Tensor | None, *others: Any,
+    key_groups: Tensor | None, valid: Tensor | None, query_gates: Tensor | None, *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (batch, heads, length, size), kv_heads = q.shape, k.shape[1]
-    groups = 0 if asks is None or key_groups is None else key_groups.shape[3]
+    groups = 0 if query_gates is None or key_groups is None else key_groups.shape[3]
     shapes = [(heads, size), (kv_heads, size), (kv_heads, v.shape[3])]
     gates = [q.new_empty(batch, kv_heads, length, groups, dtype=torch.float32) for _ in range(2)]
     return *(q.new_empty(batch, length, *shape, dtype=torch.float32) for shape in shapes), *gates

@@ -26,7 +26,7 @@ LOG2E = 1.4426950408889634
 def decode_span(
     q, k, v, key_words, query_words, seen, far, near, sums, states,
     n, length, span, window, sinks, scale, cap, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    groups_batch, groups_head, asks_batch, asks_head, seen_batch, seen_row, bound_batch, heads,
+    groups_batch, groups_head, query_batch, query_head, seen_batch, seen_row, bound_batch, heads,
     HG: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     W: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def decode_span(
         keep = (j < first) | (j >= last)
         for w in tl.static_range(W):
             has = tl.load(key_words + b * groups_batch + head * groups_head + j * W + w, inside, 0)
-            keep = keep | ((has & tl.load(query_words + b * asks_batch + head * asks_head + t * W + w)) != 0)
+            keep = keep | ((has & tl.load(query_words + b * query_batch + head * query_head + t * W + w)) != 0)
         keep = keep & inside
         if MASKED:
             keep = keep & (tl.load(seen + b * seen_batch + t * seen_row + j, inside, 0) != 0)

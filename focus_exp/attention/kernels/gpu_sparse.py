@@ -166,22 +166,23 @@ class Layout:
     @staticmethod
     def of(setup: Setup, k: Tensor, v: Tensor) -> Layout:
         """Sort keys and values `(n, G, D)`."""
-        made, (batch, lists, length, groups) = Layout.empty(setup, k, v), setup.key_groups.shape
-        heads, size, chunks, width = k.shape[1], k.shape[2], -(-length // CHUNK), made.ahead.shape[-1]
+        layout, (batch, lists, length, groups) = Layout.empty(setup, k, v), setup.key_groups.shape
+        heads, size, chunks, width = k.shape[1], k.shape[2], -(-length // CHUNK), layout.ahead.shape[-1]
         counts = torch.empty(2, batch * lists, chunks, width, dtype=torch.int32, device=k.device)
         common = {"K": groups, "BK": width, "C": CHUNK, "VALID": setup.valid is not None}
         described = (setup.query_groups, setup.key_groups, setup.begins, setup.valid_or_placeholder)
         kernels().count_members[(chunks, batch * lists)](
             *described, counts, length, chunks, setup.sinks, lists, **common
         )  # fmt: skip
-        kernels().scan_counts[(2 * batch * lists,)](counts, made.ahead, chunks, BK=width, BC=SCAN_BLOCK)
+        kernels().scan_counts[(2 * batch * lists,)](counts, layout.ahead, chunks, BK=width, BC=SCAN_BLOCK)
         kernels().place_tokens[(chunks, heads, batch)](
-            k, v, made.sorted_k, made.sorted_v, *described, made.ahead, made.entries, made.visible, made.memberships,
-            made.keys, made.slots, made.query_bits, made.key_bits, length, chunks, *setup.numbers, lists,
+            k, v, layout.sorted_k, layout.sorted_v, *described, layout.ahead, layout.entries, layout.visible,
+            layout.memberships, layout.keys, layout.slots, layout.query_bits, layout.key_bits,
+            length, chunks, *setup.numbers, lists,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            D=size, BD=block_of(size), SHARED=made.is_shared, **common,
+            D=size, BD=block_of(size), SHARED=layout.is_shared, **common,
         )  # fmt: skip
-        return made
+        return layout
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -212,8 +213,8 @@ LISTS = len(fields(Layout)) - 1
 
 @torch.library.custom_op(
     "focus_exp::gpu_attend", mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {SETUP}, Tensor? logits, Tensor? asks, Tensor? answers, {NUMBERS}, "
-    f"float slope) -> ({', '.join(['Tensor'] * (2 + LISTS))})",
+    schema=f"(Tensor q, Tensor k, Tensor v, {SETUP}, Tensor? logits, Tensor? query_gates, Tensor? key_gates, "
+    f"{NUMBERS}, float slope) -> ({', '.join(['Tensor'] * (2 + LISTS))})",
 )  # fmt: skip
 def gpu_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Return output, logsumexp, and the tensors of a `Layout`, which the backward reads; see `attend`."""
@@ -234,7 +235,7 @@ def fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, 
 
 def read_arguments(others: tuple[Any, ...]) -> tuple[Setup, Tensor | None, AttentionArgs]:
     """Return what the operator's arguments after q, k and v say."""
-    *tensors, logits, _asks, _answers, per_query, per_key, window, sinks, scaling, softcap, _slope = others
+    *tensors, logits, _query_gates, _key_gates, per_query, per_key, window, sinks, scaling, softcap, _slope = others
     setup = Setup.unpack(tensors, (per_query, per_key, window, sinks))
     return setup, logits, AttentionArgs(scaling, softcap or None)
 
@@ -242,30 +243,30 @@ def read_arguments(others: tuple[Any, ...]) -> tuple[Setup, Tensor | None, Atten
 @torch.library.custom_op(
     "focus_exp::gpu_attend_backward", mutates_args=(),
     schema=f"(Tensor dout, Tensor lse, Tensor delta, Tensor q, Tensor k, Tensor v, {SETUP}, Tensor[] lists, "
-    f"Tensor? asks, Tensor? answers, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor? query_gates, Tensor? key_gates, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def gpu_attend_backward(
     dout: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, query_groups: Tensor, key_groups: Tensor,
-    begins: Tensor, valid: Tensor | None, lists: list[Tensor], asks: Tensor | None, answers: Tensor | None,
+    begins: Tensor, valid: Tensor | None, lists: list[Tensor], query_gates: Tensor | None, key_gates: Tensor | None,
     *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the float32 gradients of q, k and v, and of asks and answers `(B, G, T, K)`, empty where not given."""
+    """Return the float32 gradients of q, k and v, and of both gates `(B, G, T, K)`, empty where not given."""
     *limits, scaling, softcap = numbers
     layout = Layout(Setup.unpack((query_groups, key_groups, begins, valid), limits), *lists)
     args = AttentionArgs(scaling, softcap or None)
-    dq, dasks = backward_queries(q, k, v, dout, lse, delta, answers, layout, args)
-    dk, dv, danswers = backward_keys(q, k, v, dout, lse, delta, asks, layout, args)
-    return dq, dk, dv, *(q.new_empty(0) if x is None else x.contiguous() for x in (dasks, danswers))
+    dq, dquery_gates = backward_queries(q, k, v, dout, lse, delta, key_gates, layout, args)
+    dk, dv, dkey_gates = backward_keys(q, k, v, dout, lse, delta, query_gates, layout, args)
+    return dq, dk, dv, *(q.new_empty(0) if x is None else x.contiguous() for x in (dquery_gates, dkey_gates))
 
 
 @gpu_attend_backward.register_fake
 def fake_attend_backward(
     dout: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, query_groups: Tensor, key_groups: Tensor,
-    begins: Tensor, valid: Tensor | None, lists: list[Tensor], asks: Tensor | None, *others: Any,
+    begins: Tensor, valid: Tensor | None, lists: list[Tensor], query_gates: Tensor | None, *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, _, length, groups = key_groups.shape
-    shapes = [(batch, k.shape[1], length, groups) if asks is not None else (0,)] * 2
-    dtype = torch.float32 if asks is not None else q.dtype
+    shapes = [(batch, k.shape[1], length, groups) if query_gates is not None else (0,)] * 2
+    dtype = torch.float32 if query_gates is not None else q.dtype
     gradients = (torch.empty(x.shape, dtype=torch.float32, device=q.device) for x in (q, k, v))
     return *gradients, *(q.new_empty(shape, dtype=dtype) for shape in shapes)
 
@@ -280,11 +281,11 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 @once_differentiable
 def backward(ctx: Any, dout: Tensor, *_others: Any) -> tuple[Tensor | None, ...]:
     """Backward from out and lse of complete rows, so that the gradients of window and groups add up."""
-    q, k, v, *setup, logits, asks, answers, out, lse = ctx.saved_tensors[:12]
+    q, k, v, *setup, logits, query_gates, key_gates, out, lse = ctx.saved_tensors[:12]
     lists = list(ctx.saved_tensors[12:])
     dout = dout.to(out.dtype).contiguous()
     delta = (dout.float() * out.float()).sum(-1).T.contiguous()  # (H, n)
-    gates = (asks, answers) if any(ctx.needs_input_grad[8:10]) else (None, None)
+    gates = (query_gates, key_gates) if any(ctx.needs_input_grad[8:10]) else (None, None)
     dq, dk, dv, *dgates = gpu_attend_backward(dout, lse, delta, q, k, v, *setup, lists, *gates, *ctx.numbers)
     dlogits = None
     if logits is not None:  # p * (dP - delta) with dP = 0: the sink has no value
@@ -334,24 +335,24 @@ def attend(
 
 
 def backward_queries(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, answers: Tensor | None, layout: Layout,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, key_gates: Tensor | None, layout: Layout,
     args: AttentionArgs,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return dq `(n, H, D)`, and `(B, G, T, K)`, the gradient of the asks, given the keys' answers `(B, N, T, K)`.
+    """Return dq `(n, H, D)`, and `(B, G, T, K)`, the gradient of `query_gates`, given `key_gates` `(B, N, T, K)`.
 
-    The straight-through gradient is that of slope * asks_i . answers_j added to the scores of distant pairs, here
-    without the slope: sum_j dS_ij answers_j.
+    The straight-through gradient is that of slope * query_gates_i . key_gates_j added to the scores of distant pairs,
+    here without the slope: sum_j dS_ij key_gates_j.
     """
     setup, (n, heads, size) = layout.setup, q.shape
     batch, lists, length, count = setup.key_groups.shape
-    gate, gated = gate_arguments(answers, q)
+    gate, gated = gate_arguments(key_gates, q)
     dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    dgate = torch.empty(n, heads, count if answers is not None else 1, device=q.device)
+    dgate = torch.empty(n, heads, count if key_gates is not None else 1, device=q.device)
     span, firsts = layout.spans(heads * (size * q.element_size() + 4 * dgate.shape[2]))
     partial = layout.new_partial(span, heads, size, dtype=q.dtype)
     partial_gate = layout.new_partial(span, heads, dgate.shape[2], dtype=torch.float32)
     queries, keys = strides(q, k, v)
-    common = score_settings(q, k, args) | {"K": count, "BK": block_of(count), "GATED": answers is not None}
+    common = score_settings(q, k, args) | {"K": count, "BK": block_of(count), "GATED": key_gates is not None}
     saved = (dout, lse, delta)
     for first in firsts:
         chunks = chunk_range(first, span, length)
@@ -370,21 +371,21 @@ def backward_queries(
             **queries, **keys, **common, heads=heads, BS=block_of(setup.sinks),
             VALID=setup.valid is not None,
         )  # fmt: skip
-    if answers is None:
+    if key_gates is None:
         return dq, None
     return dq, dgate.view(batch, length, k.shape[1], -1, count).sum(3).transpose(1, 2)
 
 
 def backward_keys(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, asks: Tensor | None, layout: Layout,
-    args: AttentionArgs,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, query_gates: Tensor | None,
+    layout: Layout, args: AttentionArgs,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return dk, dv `(n, G, D)`, and `(B, G, T, K)`, the gradient of the answers, given the queries' asks."""
+    """Return dk, dv `(n, G, D)`, and `(B, G, T, K)`, the gradient of the key_gates, given the queries' query_gates."""
     setup, (n, heads, size), groups = layout.setup, q.shape, k.shape[1]
     batch, lists, length, count = setup.key_groups.shape
-    gate, gated = gate_arguments(asks, q)
+    gate, gated = gate_arguments(query_gates, q)
     sorted_dk, sorted_dv = (torch.empty(x.shape, device=q.device) for x in (layout.sorted_k, layout.sorted_v))
-    width = count if asks is not None else 1
+    width = count if query_gates is not None else 1
     sorted_gate = torch.empty(*sorted_dk.shape[:3], width, device=q.device)
     dk, dv = (torch.empty(n, groups, size, device=q.device) for _ in range(2))
     queries, keys = strides(q, k, v)
@@ -394,7 +395,7 @@ def backward_keys(
         kernels().groups_backward_keys, group_grid(layout, length, heads, over_keys=True),
         q, layout.sorted_k, layout.sorted_v, *saved, sorted_dk, sorted_dv, sorted_gate, gate, *query_lists(layout),
         layout.keys, n, length, chunks, setup.window, lists, *setup.max_groups, gated, **queries, heads=heads,
-        **common | list_sizes(layout) | {"K": count, "GATED": asks is not None},
+        **common | list_sizes(layout) | {"K": count, "GATED": query_gates is not None},
     )  # fmt: skip
     common |= {"unit": args.scaling, "heads": heads, "VALID": setup.valid is not None}
     launch(
@@ -414,7 +415,7 @@ def backward_keys(
         row = (positions.clamp(max=length - 1) + length * torch.arange(batch, device=q.device)[:, None]).flatten()
         for total, part in ((dk, dk_sinks), (dv, dv_sinks)):
             total.index_add_(0, row, part.sum(1)[:, :, : setup.sinks].transpose(1, 2).flatten(0, 1))
-    if asks is None:
+    if query_gates is None:
         return dk, dv, None
     slots = layout.slots.view(batch, lists, -1, 1).expand(-1, groups, -1, width)
     by_slot = sorted_gate.gather(2, slots.clamp(min=0).long()).masked_fill(slots < 0, 0.0)
