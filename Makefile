@@ -8,9 +8,13 @@ RUN := $(VENV)/bin/python -m
 # what the main job needs; and, with the names of extras of pyproject.toml behind it, what they add
 STAMP := $(VENV)/.installed
 TESTED := $(STAMP)-evaluation,slurm,sweeps,dashboard,dev
-# needs no network: the architecture's own shape, random weights, this repository's files as text
-GPU_BENCH := +experiment=speed model=smollm2_135m model.hub_id=null data=files data.files='focus_exp/**/*.py' \
-	recipe.phases.router.steps=5 bench.groups=[4,8,32]
+# need no network: the architectures' shapes, random weights, this repository's files as text
+GPU_BENCH := job=bench model.hub_id=null data=files data.files='focus_exp/**/*.py'
+GPU_FIT := recipe=none attention.calibration_sequences=8 attention.validation_sequences=2 attention.fit_steps=8
+GPU_METHODS := "attention=focus attention.groups=8 recipe.phases.router.steps=5" \
+	"attention=focus_dual attention.groups=16 attention.density=0.2 $(GPU_FIT)" \
+	"attention=focus_dual attention.groups=8 attention.density=0.2 $(GPU_FIT)" "attention=key_gate $(GPU_FIT)"
+GPU_LENGTHS := [4096,8192,16384,32768,65536,131072]
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -108,8 +112,12 @@ gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: r
 
 gpu-models: $(TESTED) ## tests and benchmarks of whole models that need a CUDA device
 	TRITON_INTERPRET=0 $(RUN) pytest -m gpu $(ARGS)
-	$(RUN) focus_exp $(GPU_BENCH)
-	PYTHONPATH=. TRITON_INTERPRET=0 $(VENV)/bin/python tests/gpu_models.py
+	$(RUN) focus_exp $(GPU_BENCH) +experiment=speed budget=paper model=smollm2_135m recipe.phases.router.steps=5 bench.groups=[4,8,32]
+	for model in smollm2_135m mistral_7b_instruct; do for method in $(GPU_METHODS); do \
+		$(RUN) focus_exp $(GPU_BENCH) budget=quick model=$$model model.architecture.max_position_embeddings=131072 $$method \
+			bench.lengths=[4096] bench.prefill_lengths=$(GPU_LENGTHS) bench.decode_lengths=$(GPU_LENGTHS) \
+			bench.compile=[default,reduce-overhead] || exit; \
+	done; done
 
 lint: $(STAMP)-dev ## ruff: rules and formatting
 	$(RUN) ruff check .

@@ -184,9 +184,10 @@ class SpeedBenchmark:
                 self.model(input_ids=tokens_of_one, use_cache=False, logits_to_keep=1)
 
     def tokens(self, length: int) -> Tensor:
-        """Return held-out tokens (1, length)."""
-        sequences = [self.held_out[i]["input_ids"] for i in range(-(-length // self.held_out.seq_len))]
-        return torch.cat(sequences)[None, :length].to(self.precision.device)
+        """Return held-out tokens (1, length), repeated where there are fewer."""
+        count = min(len(self.held_out), -(-length // self.held_out.seq_len))
+        tokens = torch.cat([self.held_out[i]["input_ids"] for i in range(count)])
+        return tokens.repeat(-(-length // len(tokens)))[None, :length].to(self.precision.device)
 
 
 def print_speedup(measurement: Measurement) -> None:
