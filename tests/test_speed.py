@@ -11,6 +11,7 @@ from builders import timings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import fitting, only_run, record_of, router_steps, run, succeed, tiny
+from transformers import DynamicCache, StaticCache
 
 from focus_exp import attach, set_routing
 from focus_exp.attention.baselines.performer import Performer
@@ -129,11 +130,14 @@ def test_time_decode_model_counts_what_a_sliding_layer_keeps_and_reads(groups, t
     model = set_routing(attach(tiny_model("gemma3"), "focus", groups=groups, window=4, sinks=1), hard=True)
     rows = timings(time_decode_model(model, torch.randint(256, (1, 24)), FLOAT32, 1, "focus"))
     assert [row.path for row in rows] == ["cached, dynamic", "cached, static"]
-    with torch.no_grad(), disable_method(model):
-        cache = model(torch.randint(256, (1, 24))).past_key_values
-    size = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    caches = {"cached, dynamic": DynamicCache(config=model.config), "cached, static": StaticCache(model.config, 24)}
+    sizes = {}
+    for name, cache in caches.items():
+        with torch.no_grad(), disable_method(model):
+            model(torch.randint(256, (1, 24)), past_key_values=cache)
+        sizes[name] = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     for row in rows:
-        assert row.full_peak_memory_bytes == size
+        assert row.full_peak_memory_bytes == sizes[row.full_kernel]
         assert (row.density == 1) == (groups == 1)
 
 
