@@ -34,9 +34,9 @@ from focus_exp.data.embedded_benchmarks import MEMBERS, NAME, load_benchmark
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import benchmarks, lm_eval_harness
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator, Metric, TaskResult, paired_difference
-from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.evaluation.lm_eval_harness import BOOTSTRAP_SAMPLES, MaskedLM, run_task
 from focus_exp.evaluation.perplexity import PairCounter, score
+from focus_exp.evaluation.variants import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.models.methods import observe_selections
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.intervals import student

@@ -11,7 +11,7 @@ from running import fitting, only_run, records_of, run, succeed, tiny, without_a
 from scipy import stats
 
 from focus_exp.evaluation import benchmarks, perplexity
-from focus_exp.evaluation.controls import slug
+from focus_exp.evaluation.variants import slug
 from focus_exp.jobs import compare as job
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.reporting.frame import filter_rows, to_rows

@@ -21,7 +21,6 @@ from focus_exp import config as schema
 from focus_exp.attention.selection import Selection, Sequence, count_pairs
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import perplexity
-from focus_exp.evaluation.controls import BASE, RANDOM_GROUPS, SOFT, WINDOW_ONLY
 from focus_exp.evaluation.perplexity import (
     PairCounter,
     PerplexityEvaluator,
@@ -31,6 +30,7 @@ from focus_exp.evaluation.perplexity import (
     split_rounds,
     token_losses,
 )
+from focus_exp.evaluation.variants import BASE, RANDOM_GROUPS, SOFT, WINDOW_ONLY
 from focus_exp.jobs.train import attach_method
 from focus_exp.models.head import ROWS, Head
 from focus_exp.models.methods import attached_methods, observe_selections

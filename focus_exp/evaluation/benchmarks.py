@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,22 +24,9 @@ from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.data.long_range import is_long_range
 from focus_exp.errors import LeftOut, TooLong, UserError, first_line
-from focus_exp.evaluation.controls import (
-    BASE,
-    RANDOM_GROUPS,
-    WINDOW_ONLY,
-    Variant,
-    full_attention,
-    method_variant,
-    random_groups,
-    route_hard,
-    slug,
-    trained_variant,
-    window_only,
-)
 from focus_exp.evaluation.perplexity import score, scores_key, sequence_means
+from focus_exp.evaluation.variants import BASE, Variant, attached_variants, full_attention, slug
 from focus_exp.models.load import count_positions
-from focus_exp.models.methods import swap_methods
 from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
 from focus_exp.results.losses import Losses, benchmark_name
 from focus_exp.results.measurement import Measurement, exp
@@ -304,29 +292,11 @@ class BenchmarkEvaluator:
 
     def measure_attached(self) -> None:
         """Score what was trained and what is attached, with the controls of a router, on what the base could run."""
-        attention, recipe = self.config.attention, self.config.recipe
         for task in self.bases:
-            if recipe.trains("lora") or recipe.trains("all"):
-                with full_attention(self.model):
-                    self.add(trained_variant(self.model, self.config), task)
-            if self.config.has_router:
-                self.measure_focus(task)
-            elif attention.method != "full":
-                self.add(method_variant(self.model, self.config), task)
-
-    def measure_focus(self, task: str) -> None:
-        """Score the configured hard routing, then its controls on the same requests."""
-        attention, model = self.config.focus, self.model
-        result = self.add(route_hard(model, attention.top_k, attention.pair_rule), task)
-        if result is None or not self.config.eval.controls:
-            return
-        controls: list[tuple[str, str, dict[int, Any]]] = [
-            (WINDOW_ONLY, "window", window_only(model, attention.window, attention.sinks)),
-            (RANDOM_GROUPS, "random_groups", random_groups(model, result.group_fractions, attention, self.config.seed)),
-        ]
-        for name, method, methods in controls:
-            with swap_methods(model, methods):
-                self.add(Variant(name=name, kind="control", method=method), task)
+            with closing(attached_variants(self.model, self.config)) as variants:
+                for variant in variants:
+                    if result := self.add(variant, task):
+                        variant.group_fractions = result.group_fractions
 
     def require_score(self) -> None:
         """Raise UserError if there are tasks that are not left out and none has a score."""

@@ -121,7 +121,7 @@ class Generation:
         """Return a continuation; a failure becomes the row's error."""
         kind, top_k = ("base", None) if name == FULL else ("hard", self.hard[name])
         if kind == "hard" and self.config.has_groups:
-            set_routing(self.model, hard=True, top_k=top_k, pair_rule=getattr(self.config.attention, "pair_rule", None))
+            set_routing(self.model, hard=True, **self.config.attention.routing | {"top_k": top_k})
         settings, model = self.config.generate, self.model
         # a model's own could penalize repetitions, unrecorded
         plain = temporary_attributes([model], generation_config=GenerationConfig())

@@ -155,9 +155,7 @@ class GroupAnalysis:
         ]
 
     def use_hard_routing(self) -> None:
-        attention = self.config.attention
-        pair_rule = attention.pair_rule if isinstance(attention, FocusConfig) else None
-        set_routing(self.model, hard=True, top_k=self.routing.top_k, pair_rule=pair_rule)
+        set_routing(self.model, hard=True, **self.config.attention.routing)
 
     @torch.no_grad()
     def observe(self, label: str) -> Observation:

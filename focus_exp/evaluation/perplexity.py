@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import time
@@ -11,8 +10,8 @@ import zipfile
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,35 +26,23 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence, count_pairs, group_sizes
 from focus_exp.config import Config
-from focus_exp.config_hash import hash_adapter
 from focus_exp.data import SequenceDataset
-from focus_exp.errors import UserError, first_line
-from focus_exp.evaluation.controls import (
+from focus_exp.errors import first_line
+from focus_exp.evaluation.variants import (
     BASE,
-    COUNTERPART,
-    RANDOM_GROUPS,
     SOFT,
-    WIDE_WINDOW,
-    WINDOW_ONLY,
     Variant,
+    attached_variants,
     full_attention,
-    method_variant,
-    random_groups,
-    route_hard,
+    hard_routing,
     slug,
-    trained_variant,
-    window_only,
+    soft_routing,
 )
-from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
 from focus_exp.models.head import ROWS, Head
 from focus_exp.models.methods import (
     active_methods,
     hash_methods,
-    is_causal,
     observe_selections,
-    set_routing,
-    swap_methods,
-    use_causal_assignment,
 )
 from focus_exp.progress import ProgressBar
 from focus_exp.results.losses import Losses
@@ -279,9 +266,9 @@ class PerplexityEvaluator:
     def measure_phase(self, phase: str) -> None:
         """Score soft and hard routing after a phase that others follow."""
         self.begin_round(len(self.rounds))
-        before = len(self.variants)
-        self.measure_soft(phase)
-        self.add(route_hard(self.model, self.config.focus.top_k, self.config.focus.pair_rule, phase))
+        before, attention = len(self.variants), self.config.focus
+        self.add(soft_routing(self.model, phase))
+        self.add(hard_routing(self.model, attention.top_k, attention.pair_rule, phase))
         self.after_phases += [m for variant in self.variants[before:] for m in self.measure(variant, phase)]
         del self.variants[before:]
 
@@ -322,91 +309,17 @@ class PerplexityEvaluator:
             self.measure_base()
 
     def measure_variants(self) -> None:
-        attention = self.config.attention
-        if not self.is_base_frozen:
-            with full_attention(self.model):
-                self.add(trained_variant(self.model, self.config))
-        if self.config.has_router:
-            self.measure_focus()
-        elif attention.method != "full":
-            if self.config.dual:  # an adapter may be measured at another number of groups
-                set_routing(self.model, hard=True, top_k=self.config.dual.top_k)
-            self.add(method_variant(self.model, self.config))
-            self.measure_adapters()
-
-    def measure_focus(self) -> None:
-        """Score soft routing, every hard routing, and the controls of the configured one."""
-        attention = self.config.focus
-        if self.config.eval.bounds:
-            self.measure_soft()
-        rule = attention.pair_rule
-        scores = {k: self.add(route_hard(self.model, k, rule)) for k in self.hard_top_ks()}[attention.top_k]
-        if not is_causal(self.model) and attention.balance_sequences:
-            self.measure_causal_counterparts()
-        set_routing(self.model, hard=True, top_k=attention.top_k, pair_rule=rule)
-        if scores is not None and self.config.eval.controls:
-            self.measure_controls(scores.pairs)
-        self.measure_adapters()
-
-    def hard_top_ks(self) -> list[int]:
-        """Return top_k of every hard routing that is scored."""
-        top_ks = self.config.scored_top_ks
-        if skipped := sorted({*self.config.eval.top_k} - {*top_ks}):
+        """Score what is attached or trained, and adapters of other runs."""
+        if self.config.has_router and (skipped := sorted({*self.config.eval.top_k} - {*self.config.scored_top_ks})):
             log.info("eval.top_k: not measured: %s with attention.groups=%d", skipped, self.config.focus.groups)
-        return top_ks
+        with closing(attached_variants(self.model, self.config, self.adapters, self.match_density)) as variants:
+            for variant in variants:
+                self.add(variant)
 
-    def measure_soft(self, phase: str | None = None) -> None:
-        set_routing(self.model, hard=False)
-        self.add(Variant(name=SOFT, kind="soft", method="focus", causal=is_causal(self.model), phase=phase))
-
-    def measure_causal_counterparts(self) -> None:
-        """Score a non-causal router with groups that depend on each token alone."""
-        top_k, rule = self.config.focus.top_k, self.config.focus.pair_rule
-        soft = Variant(name=f"{COUNTERPART}_soft", kind="causal_counterpart", method="focus")
-        with use_causal_assignment(self.model):
-            set_routing(self.model, hard=False)
-            self.add(soft)
-            set_routing(self.model, hard=True, top_k=top_k, pair_rule=rule)
-            self.add(replace(soft, name=hard_variant(COUNTERPART, top_k, rule), top_k=top_k, pair_rule=rule))
-
-    def measure_controls(self, pairs: PairCounter) -> None:
-        """Score the window alone with `eval.bounds`, a density-matched one, and random groups."""
-        attention, model = self.config.focus, self.model
-        wide = density_matched_window(pairs, attention.sinks, self.layer_sequences())
-        fractions = pairs.group_fractions
-        window = Variant(name=WINDOW_ONLY, kind="control", method="window")
-        matched = replace(window, name=WIDE_WINDOW, window=wide)
-        random = Variant(name=RANDOM_GROUPS, kind="control", method="random_groups", top_k=attention.top_k)
-        controls = [
-            *([(window, window_only(model, attention.window, attention.sinks), "")] if self.config.eval.bounds else []),
-            (matched, window_only(model, wide, attention.sinks), str(wide)),
-            (random, random_groups(model, fractions, attention, self.config.seed), repr(fractions)),
-        ]
-        for variant, methods, definition in controls:
-            with swap_methods(self.model, methods):
-                self.add(variant, definition)
-
-    def measure_adapters(self) -> None:
-        """Score adapters of other runs in place of what is attached."""
-        described = [(folder, read_description(folder)) for folder in self.adapters]
-        methods = [*(other.name for other in self.variants), *(description["method"] for _, description in described)]
-        names = [adapter_name(folder) for folder in self.adapters]
-        for (folder, description), name in zip(described, names, strict=True):
-            method = description["method"]
-            if names.count(name) > 1:
-                name = f"{name} of {Path(folder).absolute().parent.name}"
-            variant = Variant(
-                name=method if methods.count(method) == 1 else f"{method}, {name}", kind="control", method=method,
-                tokens=description.get("tokens"), fit_seconds=description.get("fit_seconds"),
-            )  # fmt: skip
-            try:
-                attached = build_adapter_methods(self.model, folder, check_base=self.config.check_base)
-            except UserError as error:  # its base was trained meanwhile
-                self.variants.append(replace(variant, error=first_line(error)))
-                continue
-            with swap_methods(self.model, attached):
-                set_routing(self.model, hard=True)
-                self.add(replace(variant, causal=is_causal(self.model)), json.dumps(hash_adapter(str(folder))))
+    def match_density(self) -> int:
+        """Return the smallest window with at least the density of the configured routing."""
+        pairs = self.scores[self.configured].pairs
+        return density_matched_window(pairs, self.config.focus.sinks, self.layer_sequences())
 
     @torch.no_grad()
     def layer_sequences(self) -> list[Sequence]:
@@ -420,32 +333,30 @@ class PerplexityEvaluator:
             self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return sequences
 
-    def add(self, variant: Variant, definition: str = "") -> Scores | None:
-        """Append a variant, scoring what is not on disk; a failure becomes its error.
-
-        Args:
-            definition: what it depends on besides its name, the configuration and the weights.
-        """
+    def add(self, variant: Variant) -> None:
+        """Append a variant, scoring what is not on disk; a failure becomes its error."""
         self.variants.append(variant)
+        if variant.error is not None:
+            return
         key = scores_key(self.model, variant, self.precision, self.weights)
         try:
             with full_attention(self.model) if variant.kind == "base" else nullcontext():
-                parts = [self.load_or_score(variant, definition, key, added) for added in self.rounds[: self.count]]
+                parts = [self.load_or_score(variant, key, added) for added in self.rounds[: self.count]]
         # ValueError: a method refuses the model
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
             variant.error = f"{type(error).__name__}: {first_line(error)}"
             log.error("%s failed: %s", variant.name, variant.error)
-            return None
+            return
         self.scores[variant.key] = scores = Scores.join(parts, np.argsort(self.scored))
+        variant.group_fractions = scores.pairs.group_fractions
         path_note = f", {scores.path}" if scores.path else ""
         value = exp(float(sequence_means(scores.nll).mean()))
         log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, scores.seconds, path_note)
-        return scores
 
-    def load_or_score(self, variant: Variant, definition: str, key: str, indices: list[int]) -> Scores:
-        """Return the scores of sequences, stored with `key` in a folder named by their numbers and `definition`."""
+    def load_or_score(self, variant: Variant, key: str, indices: list[int]) -> Scores:
+        """Return the scores of sequences, stored with `key` in a folder named by their numbers and its definition."""
         folder = self.base_folder if variant.kind == "base" and self.base_folder else self.folder
-        digest = hashlib.sha256(f"{definition} {indices}".encode()).hexdigest()[:12]
+        digest = hashlib.sha256(f"{variant.definition} {indices}".encode()).hexdigest()[:12]
         path = folder / (f"after-{variant.phase}" if variant.phase else "") / digest / f"{slug(variant.name)}.npz"
         scores = read_scores(path, key)
         if scores is None:

@@ -43,10 +43,7 @@ def bench(config: Config) -> None:
             setup.measure_base()
         is_trained = load_or_fit_router(run, setup)
         run.record.method |= {"methods": methods} if methods else {}
-        if config.has_router:
-            set_routing(model, hard=True, top_k=config.focus.top_k, pair_rule=config.focus.pair_rule)
-        elif config.dual:
-            set_routing(model, hard=True, top_k=config.dual.top_k)
+        set_routing(model, hard=True, **config.attention.routing)
         sequences = setup.perplexity.blocks
         timed = fit_lengths(run, model)
         benchmark = SpeedBenchmark(timed, model, sequences, run.precision, is_trained, methods)

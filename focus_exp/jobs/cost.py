@@ -6,8 +6,8 @@ import torch
 
 from focus_exp.attention.options import FitOptions
 from focus_exp.config import AttentionConfig, Config, get_method_options
-from focus_exp.evaluation.controls import BASE
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
+from focus_exp.evaluation.variants import BASE
 from focus_exp.models.methods import is_causal, swap_attachment
 from focus_exp.training.focus_dual_fit.importance import fitted_methods
 

@@ -18,8 +18,8 @@ from focus_exp.config import Config, RecipeConfig, TuneConfig, get_method_option
 from focus_exp.config_hash import config_hash
 from focus_exp.data import SequenceDataset, load_corpus
 from focus_exp.errors import UserError, first_line
-from focus_exp.evaluation.controls import SOFT
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
+from focus_exp.evaluation.variants import SOFT
 from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
 from focus_exp.jobs.cost import estimate
 from focus_exp.jobs.evaluate import load_trained
