@@ -21,7 +21,8 @@ In training mode a router whose parameters require gradients routes softly; a fr
 attention   routing, selection, reference implementation, sparse path and kernels, KV cache, baselines
 models      load, attach, self-check, KV cache in transformers, adapters
 data        corpora, tokenization, packing, resumable order
-training    Lightning module, phases, warm start and balance, callbacks, several processes
+training    Lightning module, phases, callbacks, several processes
+fitting     each layer alone to the frozen base: warm start and balance, two encoders, baselines
 evaluation  perplexity with intervals, lm-eval, pruned pairs, groups
 speed       layer, prefill, training step and decode
 results     measurements, losses and record of a run; never imports torch
@@ -34,10 +35,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from focus_exp.errors import UserError
+    from focus_exp.fitting.fit import fit
     from focus_exp.models.adapter import load_adapter, push_to_hub, save_adapter
     from focus_exp.models.attach import attach, detach
     from focus_exp.models.methods import disable_method, freeze, is_causal, set_routing, update_balance
-    from focus_exp.training.fit import fit
 
 __version__ = "0.1.0"
 
@@ -50,7 +51,7 @@ _MODULES = {
     "attach": "focus_exp.models.attach",
     "detach": "focus_exp.models.attach",
     "disable_method": "focus_exp.models.methods",
-    "fit": "focus_exp.training.fit",
+    "fit": "focus_exp.fitting.fit",
     "freeze": "focus_exp.models.methods",
     "is_causal": "focus_exp.models.methods",
     "set_routing": "focus_exp.models.methods",

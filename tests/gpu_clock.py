@@ -28,10 +28,10 @@ import triton
 from gpu_checks import CASES, Case
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
+from focus_exp.attention.baselines.key_gate import KeyGate
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.kernels import KERNELS
-from focus_exp.attention.key_gate import KeyGate
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 from focus_exp.results.environment import commit
 from focus_exp.speed.layer import run_method

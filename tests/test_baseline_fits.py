@@ -11,11 +11,10 @@ from torch import Tensor
 from focus_exp import attach, detach
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.block_gate import BlockGate
+from focus_exp.attention.baselines.key_gate import GateTraining, KeyGate
 from focus_exp.attention.baselines.top_tokens import TokenIndexer, keep_largest
-from focus_exp.attention.key_gate import GateTraining, KeyGate
 from focus_exp.attention.registry import METHODS
-from focus_exp.models.methods import attached_methods, observe_selections
-from focus_exp.training.baseline_fits import (
+from focus_exp.fitting.baselines import (
     BlockObservation,
     BlockProbe,
     distant_pairs,
@@ -26,14 +25,15 @@ from focus_exp.training.baseline_fits import (
     key_importance,
     pair_importance,
 )
-from focus_exp.training.fits import FITS, fit_attached
-from focus_exp.training.focus_dual_fit.encoders import standardize, standardized_tokens
-from focus_exp.training.focus_dual_fit.importance import (
+from focus_exp.fitting.cache import FITS, fit_attached
+from focus_exp.fitting.encoders import standardize, standardized_tokens
+from focus_exp.fitting.importance import (
     Observation,
     fitted_methods,
     read_observations,
     record_observations,
 )
+from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.training.precision import choose_precision
 
 WIDTH, T, KINDS = 16, 96, 6

@@ -21,13 +21,13 @@ from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines import blocks, performer
 from focus_exp.attention.baselines.block_gate import BlockGate
 from focus_exp.attention.baselines.block_means import BlockMeans, TopBlocks
+from focus_exp.attention.baselines.key_gate import KeyGate
 from focus_exp.attention.baselines.longformer import Longformer
 from focus_exp.attention.baselines.magicpig import MagicPIG, Sampled, agree_twice, sampling_probability
 from focus_exp.attention.baselines.performer import Performer, orthogonal_directions
 from focus_exp.attention.baselines.routing_transformer import RoutingTransformer
 from focus_exp.attention.baselines.sparq import SparQ
 from focus_exp.attention.baselines.top_tokens import BestTokens, TokenIndexer, TopTokens
-from focus_exp.attention.key_gate import KeyGate
 from focus_exp.attention.registry import METHODS, build
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence
 from focus_exp.config import get_method_options

@@ -16,8 +16,8 @@ from focus_exp import UserError, attach, freeze, load_adapter, save_adapter, set
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import AttentionArgs, Sequence, base_mask, local_mask
+from focus_exp.fitting.encoders import score_thresholds as thresholds
 from focus_exp.models.methods import attached_methods, observe_selections, set_budget
-from focus_exp.training.focus_dual_fit.encoders import score_thresholds as thresholds
 
 WIDTH, SIZE = 12, 8
 NEAR = {"window": 5, "sinks": 2}

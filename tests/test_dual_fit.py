@@ -19,18 +19,16 @@ from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, top_k_groups
 from focus_exp.config import DualConfig
-from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
-from focus_exp.training import fits
-from focus_exp.training.fits import fit_attached, open_fit
-from focus_exp.training.focus_dual_fit import fit, importance
-from focus_exp.training.focus_dual_fit.encoders import (
+from focus_exp.fitting import cache, focus_dual, importance
+from focus_exp.fitting.cache import fit_attached, open_fit
+from focus_exp.fitting.encoders import (
     FitSequence,
     fit_encoders,
     score_thresholds,
     standardize,
     standardized_tokens,
 )
-from focus_exp.training.focus_dual_fit.fit import (
+from focus_exp.fitting.focus_dual import (
     BudgetCurves,
     allocate_groups,
     measure_curves,
@@ -39,7 +37,7 @@ from focus_exp.training.focus_dual_fit.fit import (
     sum_neighbours,
     upper_hull,
 )
-from focus_exp.training.focus_dual_fit.importance import (
+from focus_exp.fitting.importance import (
     ImportanceProbe,
     LossProbe,
     Observation,
@@ -48,6 +46,7 @@ from focus_exp.training.focus_dual_fit.importance import (
     read_observations,
     record_observations,
 )
+from focus_exp.models.methods import attached_methods, observe_selections, swap_methods
 from focus_exp.training.precision import choose_precision
 
 T, WINDOW, SINKS, GROUPS = 64, 8, 2, 4
@@ -185,7 +184,7 @@ def test_importance_probe_computes_the_base_attention(tiny_model):
 
 def test_fit_to_attention_observes_attention_weights(tiny_model, tmp_path, monkeypatch):
     observed = []
-    monkeypatch.setattr(fit, "fit_encoders", lambda method, observations, *_: observed.append(observations[0]))
+    monkeypatch.setattr(focus_dual, "fit_encoders", lambda method, observations, *_: observed.append(observations[0]))
     sequences, model = random_sequences(3), tiny_model("llama")
     model.set_attn_implementation("eager")
     attentions = model(sequences[0][None], output_attentions=True).attentions
@@ -388,7 +387,7 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
         )
 
     expected, _ = fit_with(tmp_path / "uninterrupted")
-    original, done = fit.fit_encoders, []
+    original, done = focus_dual.fit_encoders, []
 
     def interrupt(*arguments):
         done.append(arguments)
@@ -396,12 +395,12 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
             raise KeyboardInterrupt
         original(*arguments)
 
-    monkeypatch.setattr(fit, "fit_encoders", interrupt)
+    monkeypatch.setattr(focus_dual, "fit_encoders", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fit_with()
     assert len(list(folder.rglob("block-*"))) == 2 and len(list(folder.rglob("layer-*"))) == 1
     next(folder.rglob("block-00001.safetensors")).unlink()
-    monkeypatch.setattr(fit, "fit_encoders", lambda *arguments: done.append(original(*arguments)))
+    monkeypatch.setattr(focus_dual, "fit_encoders", lambda *arguments: done.append(original(*arguments)))
     again, seconds = fit_with()
     assert again == expected and seconds > 0
     densities = values(expected, "distant_density_fit")
@@ -409,7 +408,7 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
     assert list(folder.rglob("block-*")) == []
     assert 0 < sum(densities) / len(densities) <= 0.5
 
-    monkeypatch.setattr(fits, "record_observations", None)  # another budget needs no other fit
+    monkeypatch.setattr(cache, "record_observations", None)  # another budget needs no other fit
     rows, spent = fit_with(density=0.2)
     assert spent == seconds
     assert sum(values(rows, "distant_density_fit")) < sum(densities)

@@ -16,7 +16,8 @@ LAYERS = [
     {"assets", "config_hash"},
     {"checks", "data", "models", "results"},
     {"cli", "reporting", "training"},
-    {"budget", "evaluation", "speed"},
+    {"budget", "fitting", "speed"},
+    {"evaluation"},
     {"jobs"},
     {"__init__", "__main__"},
 ]

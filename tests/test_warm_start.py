@@ -7,8 +7,8 @@ from test_dual_fit import FLOAT32, GROUPS, SINKS, WINDOW, T, distant_pairs
 from torch import Tensor
 
 from focus_exp import attach, set_routing
+from focus_exp.fitting.focus import AttentionProbe, calibrate, warm_start
 from focus_exp.models.methods import attached_methods, attention_modules, observe_selections, swap_methods
-from focus_exp.training.warm_start import AttentionProbe, calibrate, warm_start
 
 
 def focus(model, **options):

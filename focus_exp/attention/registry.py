@@ -8,8 +8,7 @@ import sys
 from typing import Any
 
 import focus_exp.attention.focus
-import focus_exp.attention.focus_dual
-import focus_exp.attention.key_gate  # noqa: F401  (all register their class)
+import focus_exp.attention.focus_dual  # noqa: F401  (both register their class)
 from focus_exp.attention import baselines
 from focus_exp.attention.base import METHODS, AttentionMethod, LayerShape
 

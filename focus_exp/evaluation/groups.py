@@ -23,6 +23,8 @@ from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.evaluation.words import CLASSES, TAGGER, read_passage, split_pieces
+from focus_exp.fitting.focus import calibrate
+from focus_exp.fitting.focus_dual import rebalance
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.head import Head
@@ -38,9 +40,7 @@ from focus_exp.progress import ProgressBar
 from focus_exp.results.intervals import estimate
 from focus_exp.results.losses import Losses
 from focus_exp.results.measurement import Measurement
-from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.precision import Precision
-from focus_exp.training.warm_start import calibrate
 
 HARD = "focus_hard"  # variant
 STANDARDIZATION = ("mean", "scale")  # of the tokens, as two encoders see them

@@ -8,8 +8,8 @@ from focus_exp.attention.options import FitOptions
 from focus_exp.config import AttentionConfig, Config, get_method_options
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.evaluation.variants import BASE
+from focus_exp.fitting.importance import fitted_methods
 from focus_exp.models.methods import is_causal, swap_attachment
-from focus_exp.training.focus_dual_fit.importance import fitted_methods
 
 # Passes that other work takes, measured with SmolLM2-135M on two CPU cores: of a sequence under a method, trained on,
 # or observed for a fit; a step of the warm start of all layers; and a step of a fit, for equally many parameters.

@@ -18,6 +18,7 @@ from focus_exp.attention.options import FocusOptions
 from focus_exp.checks import check_processes
 from focus_exp.config import Config, DualConfig, PhaseConfig, get_method_options
 from focus_exp.errors import UserError, first_line
+from focus_exp.fitting.focus import BATCH
 from focus_exp.jobs.compose import command_overrides, compose_adapter, compose_overrides, compose_variants, needs_base
 from focus_exp.jobs.cost import count_scored
 from focus_exp.jobs.prepare import check_length
@@ -30,7 +31,6 @@ from focus_exp.speed.model import model_shape
 from focus_exp.speed.workload import Shape
 from focus_exp.training.checkpoints import checkpoint_bytes
 from focus_exp.training.phases import tokens_per_step
-from focus_exp.training.warm_start import BATCH
 
 GIB = 2**30
 USABLE = 0.9  # fraction of the GPU's memory for tensors; CUDA context, workspaces and fragmentation take the rest

@@ -20,6 +20,9 @@ from focus_exp.data import SequenceDataset, load_corpus
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.evaluation.variants import SOFT
+from focus_exp.fitting.cache import fit_attached
+from focus_exp.fitting.focus import calibrate, temporary_calibration, warm_start
+from focus_exp.fitting.focus_dual import rebalance
 from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
 from focus_exp.jobs.cost import estimate
 from focus_exp.jobs.evaluate import load_trained
@@ -46,11 +49,8 @@ from focus_exp.training.distributed import (
     run_on_rank_zero,
     sequential_by_rank,
 )
-from focus_exp.training.fits import fit_attached
-from focus_exp.training.focus_dual_fit.fit import rebalance
 from focus_exp.training.phases import CHECKPOINTS, tokens_per_step, train_phases
 from focus_exp.training.precision import choose_device
-from focus_exp.training.warm_start import calibrate, temporary_calibration, warm_start
 
 TRIALS = "tries"  # experiment of the learning-rate trials
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.block_gate import POOLS, BlockGate
 from focus_exp.attention.baselines.block_means import KeyBlocks
+from focus_exp.attention.baselines.key_gate import KeyGate
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.dense import scores, weights
-from focus_exp.attention.key_gate import KeyGate
 from focus_exp.attention.options import FitOptions
 from focus_exp.attention.router import disable_autocast
 from focus_exp.attention.selection import (
@@ -25,7 +25,7 @@ from focus_exp.attention.selection import (
     local_mask,
     row_blocks,
 )
-from focus_exp.training.focus_dual_fit.encoders import (
+from focus_exp.fitting.encoders import (
     MAX_VALUE,
     VALUE_DECAY,
     draw_index,
@@ -33,7 +33,7 @@ from focus_exp.training.focus_dual_fit.encoders import (
     query_weights,
     standardized_tokens,
 )
-from focus_exp.training.focus_dual_fit.importance import ROWS, FullAttention, Observation
+from focus_exp.fitting.importance import ROWS, FullAttention, Observation
 
 QUERIES_PER_STEP = 512
 

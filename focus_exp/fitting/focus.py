@@ -18,9 +18,9 @@ from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
+from focus_exp.fitting.encoders import balancing_bias
 from focus_exp.models.methods import find_routers, observe_selections, set_routing, swap_methods, use_causal_assignment
 from focus_exp.progress import ProgressBar
-from focus_exp.training.focus_dual_fit.encoders import balancing_bias
 from focus_exp.training.precision import Precision
 
 BATCH = 2

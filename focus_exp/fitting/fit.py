@@ -16,8 +16,8 @@ from focus_exp.attention.options import did_you_mean, validate_options
 from focus_exp.config import DualConfig, get_method_options
 from focus_exp.data.packing import SequenceDataset, find_prefix, read_stream, write_stream
 from focus_exp.errors import UserError
+from focus_exp.fitting.cache import fit_attached
 from focus_exp.models.attach import attach, detach
-from focus_exp.training.fits import fit_attached
 from focus_exp.training.precision import Precision
 
 METHOD = "focus_dual"

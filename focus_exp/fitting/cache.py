@@ -20,16 +20,12 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.block_gate import BlockGate
+from focus_exp.attention.baselines.key_gate import GateTraining, KeyGate
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.key_gate import GateTraining, KeyGate
 from focus_exp.attention.options import FitOptions
 from focus_exp.config import DualConfig
-from focus_exp.models.load import fingerprint, select_numerics
-from focus_exp.progress import ProgressBar
-from focus_exp.results.measurement import Measurement
-from focus_exp.storage import file_lock, remove, remove_stale_temp
-from focus_exp.training.baseline_fits import (
+from focus_exp.fitting.baselines import (
     BlockObservation,
     BlockProbe,
     fit_block_gate,
@@ -37,9 +33,9 @@ from focus_exp.training.baseline_fits import (
     fit_indexer,
     set_threshold,
 )
-from focus_exp.training.focus_dual_fit.encoders import standardize
-from focus_exp.training.focus_dual_fit.fit import choose_budget, fit_dual_layer, load_layers
-from focus_exp.training.focus_dual_fit.importance import (
+from focus_exp.fitting.encoders import standardize
+from focus_exp.fitting.focus_dual import choose_budget, fit_dual_layer, load_layers
+from focus_exp.fitting.importance import (
     ImportanceProbe,
     Observation,
     count_fit_threads,
@@ -50,6 +46,10 @@ from focus_exp.training.focus_dual_fit.importance import (
     read_seconds,
     record_observations,
 )
+from focus_exp.models.load import fingerprint, select_numerics
+from focus_exp.progress import ProgressBar
+from focus_exp.results.measurement import Measurement
+from focus_exp.storage import file_lock, remove, remove_stale_temp
 from focus_exp.training.precision import Precision
 
 NOT_FITTED = (

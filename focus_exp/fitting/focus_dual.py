@@ -16,12 +16,9 @@ from transformers import PreTrainedModel
 from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import top_k_groups
 from focus_exp.config import DualConfig
-from focus_exp.models.head import Head
-from focus_exp.models.methods import set_budget
-from focus_exp.progress import ProgressBar
-from focus_exp.results.measurement import Measurement
-from focus_exp.training.focus_dual_fit.encoders import balance_keys, fit_encoders, fit_thresholds, score_thresholds
-from focus_exp.training.focus_dual_fit.importance import (
+from focus_exp.fitting.encoders import balance_keys, fit_encoders, fit_thresholds, score_thresholds
+from focus_exp.fitting.focus import run_forward
+from focus_exp.fitting.importance import (
     LossProbe,
     Observation,
     PairChanges,
@@ -29,8 +26,11 @@ from focus_exp.training.focus_dual_fit.importance import (
     fitted_methods,
     load_or_compute,
 )
+from focus_exp.models.head import Head
+from focus_exp.models.methods import set_budget
+from focus_exp.progress import ProgressBar
+from focus_exp.results.measurement import Measurement
 from focus_exp.training.precision import Precision
-from focus_exp.training.warm_start import run_forward
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.router import equalize
 from focus_exp.errors import UserError
-from focus_exp.training.focus_dual_fit.importance import Observation
+from focus_exp.fitting.importance import Observation
 
 CLUSTERED_TOKENS = 8192
 BALANCED_TOKENS = 8192  # spread over all
