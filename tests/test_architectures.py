@@ -17,8 +17,9 @@ def test_attached_model_is_exact(name: str) -> None:
     assert row.outcome == "exact", row.why
 
 
-def test_model_without_attention_is_refused() -> None:
-    assert examine("mamba").outcome == "refused"
+@pytest.mark.parametrize("name", ["mamba", "qwen4_exp_text"])  # no attention; one that narrows its mask by an indexer
+def test_unsupported_attention_is_refused(name: str) -> None:
+    assert examine(name).outcome == "refused"
 
 
 def test_table_covers_every_architecture_and_finds_none_wrong() -> None:

@@ -179,7 +179,7 @@ def test_attach_forgetting_cache_raises(tiny_model, monkeypatch, clear_verified)
     ("name", "reason"),
     [
         ("inkling_text", "InklingAttention.*position_bias"),
-        ("doge", "attention_mask must have shape"),
+        ("doge", "changes its attention mask"),
         ("bloom", "has no layer that computes attention by transformers' attention interface"),
     ],
 )

@@ -86,7 +86,7 @@ def test_attach_wrapped_forward_is_checked_again(tiny_model, has_bias):
     for layer in model.model.layers:
         wrap(layer.self_attn, has_bias)
     if has_bias:
-        with pytest.raises(UserError, match="differ from the base"):
+        with pytest.raises(UserError, match="changes its attention mask"):
             attach_focus(model)
     else:
         assert torch.equal(compute_logits(attach_focus(model)), expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class AttentionContext:
     """Arguments that a layer's pre-hook passes to its attention function.
 
     Attributes:
+        mask: that the layer was given.
         given: names of the arguments of the layer.
         state: of the cache before these tokens; None without a cache.
         keys: what the tokens read of the cache; None without a cache and in its first pass.
@@ -155,19 +156,20 @@ def routed_attention(
                 f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which attached methods "
                 "do not support"
             )
-        out = attend(get_method(module), query, key, value, attention_mask, routed, args)
+        if attention_mask is not routed.mask:  # it may hide a token from itself, as only padding is here
+            raise UserError(
+                f"{type(module).__name__} changes its attention mask, which attached methods do not support"
+            )
+        out = attend(get_method(module), query, key, value, routed, args)
     return out[..., :size].transpose(1, 2).contiguous(), None
 
 
 def attend(
-    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, mask: Any, context: AttentionContext, args: AttentionArgs
+    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, args: AttentionArgs
 ) -> Tensor:
     """Compute an attached layer, with or without tokens in a cache."""
     keys, state = context.keys, context.state
     if keys is not None and state is not None:
-        if mask is not context.mask:  # the layer has changed it
-            _, _, visible, before = describe_cached(q.transpose(1, 2), mask, state)
-            keys = replace(keys, visible=visible, before=before)
         if keys.key_groups.shape[2] != k.shape[2]:
             raise UserError(
                 f"this KV cache has {k.shape[2]} keys in layer {method.shape.index}, and the groups of "
@@ -182,8 +184,7 @@ def attend(
             f"a layer attends from {q.shape[2]} tokens to {k.shape[2]} keys, some of which are no tokens or in a KV "
             "cache without groups"
         )
-    sequence = context.sequence if mask is context.mask else describe_sequence(q.transpose(1, 2), mask)
-    return attend_all(method, q, k, v, context.selection, sequence, args)
+    return attend_all(method, q, k, v, context.selection, context.sequence, args)
 
 
 def attend_all(
