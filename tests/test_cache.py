@@ -23,7 +23,8 @@ from focus_exp.attention.kv_cache import CachedKeys, pack_groups
 from focus_exp.attention.selection import AttentionArgs, causal_mask, group_mask, local_mask, select
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
-from focus_exp.models.hf_cache import GroupedLayer, GrowingLayer, count_keys_and_bytes, is_grouped
+from focus_exp.models.cache_size import count_keys_and_bytes
+from focus_exp.models.hf_cache import GroupedLayer, GrowingLayer, is_grouped
 from focus_exp.models.load import load_model
 from focus_exp.models.methods import attached_methods, observe_selections
 
@@ -200,7 +201,7 @@ def test_forward_soft_routing_with_hard_cache_raises(tiny_model):
     model = attach_focus(tiny_model("llama"))
     cache = model(input_ids=make_tokens(1), use_cache=True).past_key_values
     set_routing(model, hard=False)
-    with pytest.raises(UserError, match="filled with hard routing"):
+    with pytest.raises(UserError, match="no KV cache for soft routing"):
         model(input_ids=make_tokens(1)[:, :1], past_key_values=cache)
 
 

@@ -14,7 +14,7 @@ from focus_exp import attach
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Continuation, Generation, measure_cache
-from focus_exp.models.hf_cache import count_keys_and_bytes
+from focus_exp.models.cache_size import count_keys_and_bytes
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.results.measurement import format_measurements
 from focus_exp.results.record import Record

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from focus_exp.attention.dense import masked_attention
 from focus_exp.attention.kernels.decode import attend_cached, serves
-from focus_exp.attention.selection import AttentionArgs, row_blocks
+from focus_exp.attention.selection import AttentionArgs, causal_mask, row_blocks
 
 BLOCK = 256  # queries at a time
 WORD = 32  # groups of an integer
@@ -76,20 +76,12 @@ class CachedKeys:
     def keep_mask(self, rows: slice) -> Tensor:
         """Return `(B, Y, t, S)` bool, the keys that a block of queries reads."""
         size, count = self.key_groups.shape[2], self.query_groups.shape[2]
-        device = self.key_groups.device
-        last = torch.arange(size - count + rows.start, size - count + rows.stop, device=device)
-        seen = (torch.arange(size, device=device) <= last[:, None])[None]
+        queries = slice(size - count + rows.start, size - count + rows.stop)
+        seen = causal_mask(queries, size, self.key_groups.device)[None]
         if self.visible is not None:
             seen = seen & (self.visible[:, rows] if self.visible.shape[1] == count else self.visible)
-        number = seen.cumsum(-1, dtype=torch.int32)  # from 1
+        number = seen.cumsum(-1, dtype=torch.int32)  # from 1, of the keys that it sees
         local = number[..., -1:] - number <= self.window
-        sinks = number <= self.sinks
-        if self.before is not None:
-            sinks = number + self.before[:, rows, None] <= self.sinks
+        place = number if self.before is None else number + self.before[:, rows, None]
         meets = (self.key_groups[:, :, None] & self.query_groups[:, :, rows, None]).ne(0).any(-1)
-        return seen[:, None] & ((local | sinks)[:, None] | meets)
-
-    def count_pairs(self) -> int:
-        """Return the number of pairs that are read, on average over heads with groups of their own."""
-        blocks = row_blocks(self.query_groups.shape[2], BLOCK)
-        return sum(int(self.keep_mask(rows).sum()) for rows in blocks) // self.key_groups.shape[1]
+        return seen[:, None] & ((local | (place <= self.sinks))[:, None] | meets)

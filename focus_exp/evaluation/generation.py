@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
-from focus_exp.models.hf_cache import count_keys_and_bytes
+from focus_exp.models.cache_size import count_keys_and_bytes
 from focus_exp.models.methods import disable_method, set_routing, temporary_attributes
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement, hard_variant

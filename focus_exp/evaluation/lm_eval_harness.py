@@ -35,8 +35,13 @@ from focus_exp.data.long_range import TASKS, build_suite, is_long_range, task_co
 from focus_exp.errors import TooLong, UserError, first_line
 from focus_exp.evaluation.benchmarks import Metric, TaskResult
 from focus_exp.evaluation.perplexity import PairCounter
-from focus_exp.models.hf_cache import cache_unsupported_reason
-from focus_exp.models.methods import active_methods, observe_selections, pause_observers, temporary_attributes
+from focus_exp.models.methods import (
+    active_methods,
+    cache_unsupported_reason,
+    observe_selections,
+    pause_observers,
+    temporary_attributes,
+)
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +24,9 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.kernels.contract import constant
 from focus_exp.attention.kv_cache import CachedKeys
 from focus_exp.errors import UserError
+from focus_exp.models.methods import cache_unsupported_reason
 
 GROWTH, SPARE = 32, 16  # a layer is given room for a 32nd more tokens, and 16
-UNKNOWN = (
-    "keys of layer {} in this KV cache were filled without the attached method as it is (by the base model, prefix "
-    "tuning, another method or pair rule), so their groups are unknown. Start with an empty one."
-)
 
 
 def append(room: Any, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +96,7 @@ class GroupedLayer(CacheLayerMixin):
     """
 
     groups: Any
-    groups_of: tuple[object, ...] | None
+    groups_of: tuple[object, ...] | None = None
     is_empty = True
     is_padded = False
     is_expected = False
@@ -119,7 +116,7 @@ class GroupedLayer(CacheLayerMixin):
         kind: Any = next((kind for kind in kinds if isinstance(source, kind)), GrowingLayer)
         size = getattr(source, "max_cache_len", getattr(source, "sliding_window", None))
         self.groups = kind(max_cache_len=size, sliding_window=size)
-        self.groups_of, self.is_empty, self.is_padded = method.kv_cache_key(), True, False
+        self.groups_of = method.kv_cache_key()
 
     def append_groups(self, groups: Tensor, places: Tensor) -> Tensor:
         """Append `(B, Y, T, W)` and `(B, T)` of the tokens that `update` will be given; return the groups of all."""
@@ -170,25 +167,6 @@ def find_layer(cache: Cache | None, index: int) -> GroupedLayer | None:
     return layers[index] if index < len(layers) and isinstance(layers[index], GroupedLayer) else None
 
 
-def count_keys_and_bytes(layer: Any) -> tuple[int, int]:
-    """Return the keys read in the last step of a cache layer, and the memory that it holds, spare room included.
-
-    A full sliding window has dropped one of those keys since.
-    """
-    length, layers = int(layer.get_seq_length()), [layer]
-    read = min(int(layer.sliding_window), length) if isinstance(layer, DynamicSlidingWindowLayer) else length
-    if isinstance(layer, GroupedLayer):
-        read = 0 if layer.read is None else layer.read.count_pairs()
-        layers.append(layer.groups)
-    tensors = [y for x in layers for y in (*getattr(x, "rooms", ()), x.keys, x.values) if y is not None]
-    return read, sum({x.data_ptr(): x.nbytes for x in reversed(tensors)}.values())
-
-
-def cache_unsupported_reason(methods: Iterable[AttentionMethod]) -> str | None:
-    """Return why these attached methods have no KV cache."""
-    return next((reason for method in methods if (reason := method.kv_cache_unsupported_reason())), None)
-
-
 def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod], cache: Cache | None) -> Cache | None:
     """Let the layers of an empty cache keep groups; make a `DynamicCache` where there is none.
 
@@ -208,22 +186,21 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
             continue  # the base's own, for which no groups are needed
         while len(layers) <= index:
             layers.append(target.layer_class_to_replicate())
-        layer, key, reason = layers[index], method.kv_cache_key(), method.kv_cache_unsupported_reason()
+        layer, key = layers[index], method.kv_cache_key()
         has_groups = isinstance(layer, GroupedLayer)
-        is_dummy = isinstance(layer, DummyLayer)  # attends to the keys of an earlier layer
-        is_filled = (
-            not layer.is_empty if has_groups else not is_dummy and bool(layer.is_initialized and layer.get_seq_length())
-        )
-        if is_filled and has_groups and reason:
-            raise UserError(f"this KV cache was filled with hard routing, and there is none for {reason}.")
-        if is_filled and not (has_groups and layer.groups_of == key):
-            raise UserError(UNKNOWN.format(index))
-        if reason:
+        # a dummy layer attends to the keys of an earlier one
+        is_empty = layer.is_empty if has_groups else isinstance(layer, DummyLayer) or not layer.get_seq_length()
+        if not (is_empty or (has_groups and layer.groups_of == key)):
+            raise UserError(
+                f"keys of layer {index} in this KV cache were filled without the attached method as it is (by the base "
+                "model, prefix tuning, another method or pair rule). Start with an empty one."
+            )
+        if reason := method.kv_cache_unsupported_reason():
             raise UserError(f"no KV cache for {reason}. Or pass use_cache=False, which recomputes all tokens.")
         if not has_groups:
             layers[index] = make_grouped(type(layer))
             vars(layers[index]).update(vars(layer))
-        if not (has_groups and layer.groups_of == key):
+        if layers[index].groups_of != key:
             layers[index].start(method, find_source(config, layers, index))
     return cache
 

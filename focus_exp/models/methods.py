@@ -128,6 +128,11 @@ def active_methods(model: PreTrainedModel) -> dict[int, AttentionMethod]:
     return attached_methods(model) if attachment and attachment.is_active else {}
 
 
+def cache_unsupported_reason(methods: Iterable[AttentionMethod]) -> str | None:
+    """Return why these methods have no KV cache."""
+    return next((reason for method in methods if (reason := method.kv_cache_unsupported_reason())), None)
+
+
 def hash_methods(model: nn.Module) -> str:
     """Hash the tensors of the attached methods, of a sharded one this process's part; "" if none has any."""
     methods = attached_methods(model).items()

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.kernels.cpu_sparse import FULL_FROM, unavailable_reason
 from focus_exp.attention.selection import PairCounts, Selection, Sequence
-from focus_exp.models.hf_cache import count_keys_and_bytes
+from focus_exp.models.cache_size import count_keys_and_bytes
 from focus_exp.models.methods import (
     attached_methods,
     disable_method,
