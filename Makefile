@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
 TESTED := $(STAMP)-evaluation,slurm,sweeps,dashboard,dev
 # need no network: the architectures' shapes, random weights, this repository's files as text
-GPU_BENCH := job=bench model.hub_id=null data=files data.files='focus_exp/**/*.py'
+GPU_BENCH := job=bench bench.graphs=true model.hub_id=null data=files data.files='focus_exp/**/*.py'
 GPU_FIT := recipe=none attention.calibration_sequences=8 attention.validation_sequences=2 attention.fit_steps=8
 GPU_METHODS := "attention=focus attention.groups=8 recipe.phases.router.steps=5" \
 	"attention=focus_dual attention.groups=16 attention.density=0.2 $(GPU_FIT)" \
@@ -115,7 +115,7 @@ gpu-models: $(TESTED) ## tests and benchmarks of whole models that need a CUDA d
 	$(RUN) focus_exp $(GPU_BENCH) +experiment=speed budget=paper model=smollm2_135m recipe.phases.router.steps=5 bench.groups=[4,8,32]
 	for model in smollm2_135m mistral_7b_instruct; do for method in $(GPU_METHODS); do \
 		$(RUN) focus_exp $(GPU_BENCH) budget=quick model=$$model model.architecture.max_position_embeddings=131072 $$method \
-			bench.lengths=[4096] bench.prefill_lengths=$(GPU_LENGTHS) bench.decode_lengths=$(GPU_LENGTHS) \
+			bench.lengths=$(GPU_LENGTHS) bench.prefill_lengths=$(GPU_LENGTHS) bench.decode_lengths=$(GPU_LENGTHS) \
 			bench.compile=[default,reduce-overhead] || exit; \
 	done; done
 

@@ -250,6 +250,7 @@ class BenchConfig:
     methods: list[str] = option([])
     top_k: list[int] = option([1], least=1)
     compile: list[str] = option([], choices=("default", "reduce-overhead", "max-autotune"))
+    graphs: bool = option(False)
     dtype: str = option("bf16", choices=("bf16", "float32"))
     repeats: int = option(7, least=1)
     routed_tokens: int = option(16_384, least=2)

@@ -34,7 +34,6 @@ from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.kernels import KERNELS
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 from focus_exp.results.environment import commit
-from focus_exp.speed.layer import run_method
 from focus_exp.speed.timing import Work, device_name, synchronize, time_in_turns
 from focus_exp.speed.workload import Shape, Tensors, full_attention, full_attention_kernels, run_full_step
 
@@ -95,10 +94,10 @@ class Contender:
     def args(self) -> AttentionArgs:
         return AttentionArgs(self.tensors.q.shape[-1] ** -0.5)
 
-    @property
-    def run(self) -> Work:
+    def run(self) -> torch.Tensor:
         """Route and attend."""
-        return partial(run_method, self.method, self.tensors, self.args)
+        sequence, x = Sequence.plain(1, self.tensors.length, self.tensors.hidden.device), self.tensors
+        return self.method.attend(x.q, x.k, x.v, self.method.route(x.hidden, sequence), sequence, self.args)
 
     def step(self, selection: Selection, sequence: Sequence) -> None:
         """Run forward and backward to q, k and v."""

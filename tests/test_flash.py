@@ -18,7 +18,7 @@ from focus_exp import UserError, attach, set_routing
 from focus_exp.attention.kernels import KERNELS, BackendUnsupported, KernelRequirements, flash, select_backends
 from focus_exp.attention.selection import AttentionArgs, Sequence, select
 from focus_exp.models.methods import attached_methods
-from focus_exp.speed.layer import Layer, time_attention
+from focus_exp.speed.layer import Case, Layer, time_cases
 from focus_exp.speed.workload import Shape, balanced
 
 ATTENTION = KERNELS["flash"].attention
@@ -207,9 +207,9 @@ def test_attached_model_with_softcap_refuses_flash(tiny_model):
         compute_logits(model, make_tokens())
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_time_attention_times_flash(backward):
+@pytest.mark.parametrize("clock", ["attention", "attention step"])
+def test_time_cases_times_flash(clock):
     layer = Layer(Shape(8, 2, 1, 8), 5, 1, torch.float32, torch.device("cpu"), backend="flash", repeats=1)
-    measured = list(time_attention(layer, 48, [balanced(4, 48)], backward))
+    measured = list(time_cases(layer, 48, [Case.focus(layer, balanced(4, 48))], (clock,)))
     assert {m.settings["path"] for m in measured} == {"flash"}
     assert all(m.value > 0 for m in measured if m.metric == "speedup")

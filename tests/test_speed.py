@@ -18,7 +18,7 @@ from focus_exp.attention.baselines.performer import Performer
 from focus_exp.attention.selection import Sequence, count_pairs
 from focus_exp.models.methods import disable_method, observe_selections
 from focus_exp.speed import bench
-from focus_exp.speed.layer import BenchmarkCase, Layer, time_attention
+from focus_exp.speed.layer import Case, Layer, time_cases
 from focus_exp.speed.model import full_attention_works, time_decode_model, time_prefill
 from focus_exp.speed.timing import begin_peak_memory, peak_memory, time_in_turns
 from focus_exp.speed.workload import Shape, Tensors, balanced, full_attention_kernels
@@ -77,23 +77,26 @@ def test_groups_repeat_beyond_their_scores():
 @torch.no_grad()
 def test_benchmark_case_equals_masked_and_full_attention():
     tensors = Tensors.random(SHAPE, 100, torch.float32, CPU)
-    case = BenchmarkCase.build(LAYER, balanced(3, 100), tensors)
-    out = case.run(tensors)
+    case = Case.focus(LAYER, balanced(3, 100))
+    out = case.work("attention", tensors)()
+    torch.testing.assert_close(out, case.work("kernels", tensors)(), atol=0, rtol=0)
+    run = case.work("attention", tensors)
     case.method.backend = "masked"
-    torch.testing.assert_close(out, case.run(tensors), atol=1e-5, rtol=1e-5)
-    everything = BenchmarkCase.build(LAYER, balanced(1, 100), tensors).run(tensors)
+    torch.testing.assert_close(out, run(), atol=1e-5, rtol=1e-5)
+    everything = Case.focus(LAYER, balanced(1, 100)).work("attention", tensors)()
     for full in full_attention_kernels(tensors).values():
         torch.testing.assert_close(everything, full(), atol=1e-5, rtol=1e-5)
 
 
 def test_layer_timings_describe_what_ran():
-    rows = timings(time_attention(LAYER, 100, [balanced(2, 100), balanced(4, 100, top_k=2)]))
+    cases = [Case.focus(LAYER, balanced(2, 100)), Case.focus(LAYER, balanced(4, 100, top_k=2))]
+    rows = timings(time_cases(LAYER, 100, cases, ("attention", "kernels")))
     assert [(r.clock, r.groups, r.top_k) for r in rows] == [
         ("attention", 2, 1), ("kernels", 2, 1), ("attention", 4, 2), ("kernels", 4, 2),
     ]  # fmt: skip
     assert all(r.path == "cpu" and r.speedup > 0 and r.density < 1 and r.full_kernel in ("sdpa", "cpu") for r in rows)
     assert rows[0].full_latency_ms == rows[3].full_latency_ms  # one full attention for all, in the same rounds
-    (step,) = timings(time_attention(LAYER, 100, [balanced(2, 100)], backward=True))
+    (step,) = timings(time_cases(LAYER, 100, cases[:1], ("attention step",)))
     assert step.clock == "attention step" and step.latency_ms > 0
 
 
@@ -197,7 +200,7 @@ def test_bench_job_measures_every_clock_with_balanced_and_trained_groups(tmp_pat
 
 
 def test_interrupted_bench_job_starts_again_and_a_failure_keeps_its_error(tmp_path, monkeypatch):
-    real, calls = bench.time_attention, []
+    real, calls = bench.time_cases, []
 
     def stopping(layer, length, *rest):
         calls.append(length)
@@ -207,7 +210,7 @@ def test_interrupted_bench_job_starts_again_and_a_failure_keeps_its_error(tmp_pa
             raise RuntimeError("out of everything")
         return real(layer, length, *rest)
 
-    monkeypatch.setattr(bench, "time_attention", stopping)
+    monkeypatch.setattr(bench, "time_cases", stopping)
     command = [*tiny(tmp_path), "job=bench", "recipe=none", "bench.lengths=[32,48,64]", *LAYER_ONLY]
     assert run(*command).code == 128 + signal.SIGTERM
     assert record_of(tmp_path).status == "interrupted" and timings(record_of(tmp_path).measurements)

@@ -110,6 +110,7 @@ class AttentionMethod(nn.Module):
         self.sparse_from: int | None = None  # None: that of the device
         self.path: str | None = None  # of the last call
         self.observers: list[Observer] = []
+        self.hard = True  # a router that is trained may also route softly
         self.serial = next(SERIALS)
         self.statistics: Tensor
         self.register_buffer("statistics", None, persistent=False)

@@ -19,7 +19,7 @@ from focus_exp.errors import first_line
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
-from focus_exp.speed.layer import Layer, Methods, build_method, time_attention, time_methods
+from focus_exp.speed.layer import Case, Layer, Methods, build_method, time_cases
 from focus_exp.speed.model import model_shape, time_decode_model, time_prefill
 from focus_exp.speed.timing import compare_times
 from focus_exp.speed.workload import Groups, balanced
@@ -58,7 +58,7 @@ class SpeedBenchmark:
         backend = "auto" if attention.backend == "masked" else attention.backend
         return Layer(
             model_shape(self.model), attention.window, getattr(attention, "sinks", 0), DTYPES[settings.dtype],
-            self.precision.device, backend, settings.repeats,
+            self.precision.device, backend, settings.repeats, settings.graphs and self.precision.device.type == "cuda",
         )  # fmt: skip
 
     def run(self) -> Iterator[Measurement]:
@@ -85,9 +85,11 @@ class SpeedBenchmark:
     def time_layer(self, length: int, backward: bool = False) -> Iterable[Measurement]:
         """Time one layer of the attached method."""
         if self.config.has_router:
-            return time_attention(self.layer, length, self.groupings(length), backward)
-        method, hidden = self.fitted_layer
-        return time_methods(self.layer, length, {self.config.attention.name: lambda: method}, hidden)
+            cases = [Case.focus(self.layer, groups) for groups in self.groupings(length)]
+            return time_cases(self.layer, length, cases, ("attention step",) if backward else ("attention", "kernels"))
+        (method, hidden), name = self.fitted_layer, self.config.attention.name
+        case = Case(self.layer, name, {"method": name, "assignment": "trained"}, lambda: method)
+        return time_cases(self.layer, length, [case], hidden=hidden)
 
     def time_model(self, measure: Callable[..., Iterable[Measurement]], length: int) -> Iterable[Measurement]:
         """Time the whole model on `length` tokens."""
@@ -98,8 +100,11 @@ class SpeedBenchmark:
 
     def time_methods(self, length: int) -> Iterable[Measurement]:
         """Time a layer of each of `methods`."""
-        builders = {name: partial(build_method, self.layer, **chosen) for name, chosen in self.methods.items()}
-        return time_methods(self.layer, length, builders)
+        layer = self.layer
+        cases = [
+            Case(layer, name, {"method": name}, partial(build_method, layer, **x)) for name, x in self.methods.items()
+        ]
+        return time_cases(layer, length, cases)
 
     def measure(
         self, clock: str, length: int, measure: Callable[[int], Iterable[Measurement]]
