@@ -79,17 +79,29 @@ def is_close(some: Any, others: Any) -> bool:
     return others is not None and bool(np.allclose(*([x or 0.0 for x in part] for part in (some, others)), 1e-9, 1e-5))
 
 
-def write_variants(folder: Path, variants: dict[str, list[str]], experiment: str = "adhoc") -> list[str]:
+def write_variants(folder: Path, variants: dict[str, list[str]]) -> list[str]:
     """Write variants as overlays below `folder`; returns the arguments of a command that compares them.
 
     Args:
         folder: becomes the --config-dir.
         variants: name -> overrides, as they would be typed.
-        experiment: folder of the overlays below variant/.
     """
     for name, overrides in variants.items():
-        write_variant(folder / "variant" / experiment / f"{name}.yaml", overrides)
-    return ["--config-dir", str(folder), f"variants=[{','.join(f'{experiment}/{name}' for name in variants)}]"]
+        write_variant(folder / "variant" / "adhoc" / f"{name}.yaml", overrides)
+    return ["--config-dir", str(folder), f"variants=[{','.join(f'adhoc/{name}' for name in variants)}]"]
+
+
+def write_comparison(folder: Path, settings: list[str], variants: dict[str, list[str]]) -> list[str]:
+    """Return the arguments that compare variants under settings, of which a variant may set others.
+
+    Those that one sets are not typed, which would win over it, but in an overlay that all variants share.
+    """
+    changed = {override.partition("=")[0] for overrides in variants.values() for override in overrides}
+    changed |= {"data"} if "data.files" in changed else set()  # whose file is not complete without them
+    shared = [setting for setting in settings if setting.partition("=")[0] in changed]
+    write_variant(folder / "variant" / "adhoc" / "shared.yaml", shared)
+    typed = [setting for setting in settings if setting not in shared]
+    return [*typed, "job=compare", "shared_variant=adhoc/shared", *write_variants(folder, variants)]
 
 
 def write_variant(path: Path, overrides: list[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from builders import find_inconsistent, primary, write_variant, write_variants
+from builders import find_inconsistent, primary, write_comparison, write_variant, write_variants
 from conftest import build
 from running import fitting, only_run, records_of, run, succeed, tiny, without_attention, write_texts
 from scipy import stats
@@ -30,7 +30,7 @@ BROKEN = VARIANTS | {"lost": ["data.files=nowhere"]}
 
 
 def settings(folder, **variants):
-    return [*tiny(folder), "job=compare", *write_variants(folder / "conf", variants or VARIANTS)]
+    return write_comparison(folder / "conf", tiny(folder), variants or VARIANTS)
 
 
 def records(folder):
@@ -77,7 +77,7 @@ def test_compare_every_variant_is_a_run_and_a_row(compared):
         record = loaded[variant.name]
         assert rows[variant.name].value == primary(record).perplexity
         assert rows[variant.name].sparsity == primary(record).sparsity
-        assert variant.settings == VARIANTS[variant.name]
+        assert variant.settings[-len(VARIANTS[variant.name]) :] == VARIANTS[variant.name]
         assert variant.started == record.started
         assert record.model["fingerprint"] == loaded["focus"].model["fingerprint"]
     assert {row.kind for row in rows.values()} == {"base", "hard", "trained", "control"}
@@ -86,8 +86,9 @@ def test_compare_every_variant_is_a_run_and_a_row(compared):
 
 
 def test_compare_folder_is_named_after_the_model_that_runs(tmp_path):
-    write_variant(tmp_path / "conf" / "variant" / "adhoc" / "small.yaml", ["model=tiny_gpt2"])
-    succeed(*settings(tmp_path, window=VARIANTS["window"]), "shared_variant=adhoc/small")
+    command = [setting for setting in settings(tmp_path, window=VARIANTS["window"]) if setting != "model=tiny_llama"]
+    write_variant(tmp_path / "conf" / "variant" / "adhoc" / "shared.yaml", ["model=tiny_gpt2"])
+    succeed(*command)
     for name in ("window", "focus-compare"):
         assert list((tmp_path / "runs").glob(f"adhoc/tiny_gpt2-*/{name}-seed0-*/record.json"))
 
@@ -247,7 +248,17 @@ def test_base_is_scored_once_for_other_tasks_and_seeds(tmp_path, scored, monkeyp
     assert [name for name in scored if "base" in name][3:] == ["base"]
 
 
+def test_compare_setting_that_makes_variants_the_same_run_is_refused(tmp_path):
+    windows = {f"w_{size}": [*FIXED, f"attention.window={size}"] for size in (4, 16)}
+    command = settings(tmp_path, **windows)
+    result = run(*command, "attention.window=8")
+    assert result.code == 2 and "w_4, w_16" in result.err and not (tmp_path / "runs").exists()
+    assert run(*command, "attention.window=8", "variants=[adhoc/w_4]").code == 0
+    assert records(tmp_path)["w_4"].setting("attention", "window") == 8
+
+
 def test_compare_one_variant_ignores_mistakes_in_others(tmp_path):
     wrong = {"unknown": ["attention=nothing"], "impossible": ["attention.groups=0"]}
-    succeed(*without_attention(settings(tmp_path, one=FIXED, **wrong)), "+variant=adhoc/one")
+    command = write_comparison(tmp_path / "conf", without_attention(tiny(tmp_path)), {"one": FIXED, **wrong})
+    succeed(*command, "+variant=adhoc/one")
     assert records(tmp_path)["one"].status == "finished"

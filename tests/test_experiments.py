@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from builders import compose_config, make_config
 from hydra import initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from running import fitting, records_of, succeed, tiny
 
 from focus_exp.checks import parse
@@ -81,13 +81,14 @@ def test_experiment_and_variants_compose_with_budget_paper(name):
     assert all(variant.budget["name"] == "paper" and not variant.variants for variant in variants.values())
 
 
-def test_variant_that_includes_another_has_its_settings_before_those_typed():
-    settings = ["+experiment=frontier", "attention.fit_steps=7", "attention.window=64"]
+def test_typed_setting_wins_over_a_variant_and_one_that_it_includes():
+    settings = ["+experiment=frontier", "attention.fit_steps=7", "attention.window=64", "attention.top_k=2"]
     config = make_config(*settings)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         own, shared = (compose_variant(config, name, settings) for name in ("dual_20_fast", "shared/two_encoders"))
+        without_fit = compose_variant(config, "window", settings)
     assert own.attention == shared.attention
-    assert own.attention.fit_steps == config.budget["fast_fit_steps"] and own.attention.window == 64
+    assert own.attention.fit_steps == 7 and own.attention.window == without_fit.attention.window == 64
 
 
 def test_hidden_facts_go_with_any_text():
@@ -95,7 +96,8 @@ def test_hidden_facts_go_with_any_text():
     config = make_config(*settings)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         own, other = (
-            compose_variant(config, name, settings) for name in ("frontier/dual_20_fast_facts", "fitted_on_code")
+            compose_variant(config, name, settings)
+            for name in ("frontier/dual_20_fast_facts", "transfer/fitted_on_code")
         )
         plain = compose_variant(config, "frontier/dual_20_fast_facts", settings[:-1])
     assert own.data == plain.data and own.data.files == "mine" and own.data.hidden_facts
@@ -133,8 +135,6 @@ def tokens_read(config):
 def command(folder, name, model="tiny_llama"):
     """The experiment in small; benchmarks have tests of their own."""
     plain = compose_config(f"+experiment={name}")
-    variants = tiny_variants(folder, plain) if plain.variants else []
-    variants += ["eval.fit_variants=[shared/two_encoders]"] if plain.eval.fit_variants else []
     small = [
         *tiny(folder),
         f"model={model}",
@@ -143,7 +143,10 @@ def command(folder, name, model="tiny_llama"):
         "eval.tasks=[]",
         "recipe.tune.factors=[]",
     ]
-    return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}"), *variants]
+    if plain.variants:
+        small = tiny_variants(folder, plain, small)
+    small += ["eval.fit_variants=[shared/two_encoders]"] if plain.eval.fit_variants else []
+    return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}")[:-1]]
 
 
 # of many variants on one of the families, the others on both
@@ -169,18 +172,30 @@ def test_experiment_runs_on_a_tiny_model(tmp_path, name, model):
         assert records[0].steps == 2 * len(plain.recipe.phases)
 
 
-def tiny_variants(folder, plain):
-    """Copy an experiment's variants without model, data and tasks of their own; returns arguments for them."""
-    for path in plain.variants:
+def tiny_variants(folder, plain, small):
+    """Copy an experiment's variants with the small settings of attention.*; returns the command's arguments for them.
+
+    Without model and data of their own, which are typed. Their limits keep those apart that differ in nothing else.
+    """
+    attention = [setting for setting in small if setting.startswith("attention.")]
+    for number, path in enumerate(plain.variants):
         source = CONF / "variant" / (path if "/" in path else f"{plain.experiment}/{path}")
         overlay = OmegaConf.load(f"{source}.yaml")
+        chosen = {
+            key: value
+            for item in overlay.get("defaults", [])
+            if isinstance(item, DictConfig)
+            for key, value in item.items()
+        }
         overlay.defaults = [
             item for item in overlay.get("defaults", []) if not {"override /model", "override /data"} & {*item}
         ]
-        overlay.get("eval", {}).pop("tasks", None)
-        OmegaConf.update(overlay, "data.seq_len", 32)  # that of `tiny`, also of a variant that includes another
+        method = chosen.get("override /attention", plain.attention.name)
+        own = OmegaConf.from_dotlist([*fitting(*attention, f"attention={method}")[:-1], f"eval.limit={number + 1}"])
+        overlay = OmegaConf.merge(own, overlay, {"eval": own.eval})
         target = folder / "conf" / "variant" / "tiny" / f"{source.name}.yaml"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("# @package _global_\n" + OmegaConf.to_yaml(overlay), encoding="utf-8")
     names = ",".join(f"tiny/{variant_name(path)}" for path in plain.variants)
-    return ["--config-dir", str(folder / "conf"), f"variants=[{names}]"]
+    typed = [setting for setting in small if setting not in attention]
+    return [*typed, "--config-dir", str(folder / "conf"), f"variants=[{names}]"]

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from builders import make_config, write_variants
+from builders import make_config, write_comparison, write_variants
 from running import fitting, only_run, run, tiny, without_attention
 
 from focus_exp.cli import quote_override
@@ -120,7 +120,7 @@ def test_with_adapter_base_is_its_runs(retrofit):
 
 def test_compare_adapter_variant_keeps_its_model(tmp_path, retrofit):
     command = [part for part in make_command(tmp_path, retrofit) if not part.startswith("model=")]
-    result = run(*command, "job=compare", *write_variants(tmp_path / "conf", {"own": [], "other": ["model=tiny_gpt2"]}))
+    result = run(*write_comparison(tmp_path / "conf", command, {"own": [], "other": ["model=tiny_gpt2"]}))
     assert result.code == 2 and "other" in result.err
     arms = {record.config["variant"]: record for record in map(Record.load, (tmp_path / "runs").rglob("record.json"))}
     assert arms["own"].status == "finished" and arms["own"].setting("model", "name") == "tiny_llama"

@@ -17,12 +17,12 @@ def written(path):
 
 
 def test_show_variant_is_what_its_run_writes(tmp_path):
-    variants = write_variants(tmp_path / "conf", {"narrow": [*UNTRAINED, "attention.window=4"]})
-    # the variant's window, not the one of the command
+    variants = write_variants(tmp_path / "conf", {"narrow": [*UNTRAINED, "attention.window=4", "eval.limit=7"]})
     command = [*fitting(*tiny(tmp_path), *UNTRAINED), "job=compare", *variants, "+variant=adhoc/narrow"]
     (shown,) = printed(*command)
     assert not (tmp_path / "runs").exists()
-    assert shown["attention"]["window"] == 4 and shown["job"] == "train"
+    assert (shown["job"], shown["eval"]["limit"]) == ("train", 7)
+    assert shown["attention"]["window"] == 8  # that of the command, not of the variant
     succeed(*command)
     assert shown == written(only_run(tmp_path))
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import wandb
-from builders import scored, write_variants
+from builders import scored, write_comparison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import record_of, router_steps, run, tiny
@@ -292,8 +292,7 @@ def test_phase_evaluation_equals_run_end(folder, whole):
 
 def test_comparison_has_rows_for_every_variant_and_phase(tmp_path):
     variants = {name: [f"attention.assignment={name}"] for name in ("softmax", "sinkhorn")}
-    compared = write_variants(tmp_path / "conf", variants)
-    result = run(*tiny(tmp_path), *TWO_PHASES, "job=compare", *compared, "eval.seq_len=24")
+    result = run(*write_comparison(tmp_path / "conf", [*tiny(tmp_path), *TWO_PHASES], variants), "eval.seq_len=24")
     assert result.code == 0, result.err
     (path,) = (p.parent for p in tmp_path.rglob("record.json") if "-compare" in str(p))
     rows = load_run(path).rows

@@ -127,10 +127,10 @@ def test_second_command_in_a_run_folder_is_refused_and_changes_nothing(tmp_path,
 
 @pytest.mark.slow
 def test_comparison_stops_at_a_variant_in_use(tmp_path):
-    variants = {name: ["attention=window", "recipe=none"] for name in ("one", "two")}
+    variants = {name: [f"attention={name}", "recipe=none"] for name in ("window", "sparq")}
     command = ["job=compare", *write_variants(tmp_path / "conf", variants)]
     command += [setting for setting in tiny(tmp_path) if not setting.startswith("attention.")]
-    succeed(*command, "+variant=adhoc/one")
+    succeed(*command, "+variant=adhoc/window")
     done = only_run(tmp_path)
     with file_lock(done.with_name(f".{done.name}.lock"), "it"):
         result = run(*command, "overwrite=true")

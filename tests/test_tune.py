@@ -4,7 +4,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-from builders import make_config, write_variants
+from builders import make_config, write_comparison
 from running import attention_of, records_of, succeed, tiny
 
 from focus_exp.config import Config, PhaseConfig, RecipeConfig
@@ -25,8 +25,7 @@ def learning_rate(record):
 
 
 def test_comparison_tunes_trained_variants_on_validation_text(tmp_path):
-    command = [*tiny(tmp_path), *TUNED, "job=compare", *write_variants(tmp_path / "conf", VARIANTS)]
-    succeed(*command)
+    succeed(*write_comparison(tmp_path / "conf", [*tiny(tmp_path), *TUNED], VARIANTS))
     loaded = records_of(tmp_path)
     trials = {learning_rate(record): record for record in loaded if record.experiment == "tries"}
     runs = {record.config["variant"]: record for record in loaded if record.experiment != "tries"}

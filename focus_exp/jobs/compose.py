@@ -6,10 +6,9 @@ A variant is an overlay in conf/variant; a name without a folder is in conf/vari
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,15 @@ from focus_exp.attention.options import FitOptions, RouterTraining, did_you_mean
 from focus_exp.checks import drop_file_fields, parse, validate
 from focus_exp.cli import explain_error, quote_override
 from focus_exp.config import Config, DataConfig, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
-from focus_exp.config_hash import flatten
+from focus_exp.config_hash import config_hash, flatten
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import BASE_HINT, read_description
 from focus_exp.results.record import RECORD, Record
 
-log = logging.getLogger(__name__)
-
 BASE = "base"  # row of the unmodified model in a comparison's tables
 GROUP = "variant"
-# settings of data.* that belong to a data set
-OF_A_TEXT = {item.name for item in fields(DataConfig)} - {
-    "seq_len", "max_train_tokens", "max_test_tokens", "hidden_facts"
+TEXT = {"data", *(f"data.{item.name}" for item in fields(DataConfig))} - {
+    "data.seq_len", "data.max_train_tokens", "data.max_test_tokens", "data.hidden_facts"
 }  # fmt: skip
 TRAINING = {item.name for schema in (RouterTraining, FitOptions) for item in fields(schema)}  # unused with an adapter
 
@@ -66,15 +62,29 @@ def command_overrides() -> list[str]:
 
 
 def compose_variants(config: Config) -> dict[str, Config]:
-    """Compose the comparison's variants by name, or only `config.variant` where the command line chose one."""
-    names = [config.variant] if config.variant else map(variant_name, config.variants)
-    return {name: compose_variant(config, name, command_overrides()) for name in names}
+    """Compose the comparison's variants by name, or only `config.variant` where the command line chose one.
+
+    Raises:
+        UserError: if two of them are the same run, by a setting that was typed for all.
+    """
+    chosen = [config.variant] if config.variant else map(variant_name, config.variants)
+    variants = {name: compose_variant(config, name, command_overrides()) for name in chosen}
+    names_by_run: dict[str, list[str]] = {}
+    for name, variant in variants.items():
+        names_by_run.setdefault(config_hash(variant), []).append(name)
+    if same := next((names for names in names_by_run.values() if len(names) > 1), None):
+        raise UserError(
+            f"variants must differ (got {', '.join(same)}, which are the same run). Leave out the setting that was "
+            f"typed for all variants, or choose some, as in variants=[{same[0]}]."
+        )
+    return variants
 
 
 def compose_variant(config: Config, name: str | None, overrides: list[str]) -> Config:
     """Compose one variant of a comparison, or what all of them share (`name` None).
 
-    The variant's settings take precedence over the command's overrides. With an adapter it is measured, not trained.
+    The command's overrides take precedence over the variant's settings, but for those of eval.fit_variants. With an
+    adapter it is measured, not trained.
 
     Raises:
         UserError: naming the variant, if it does not exist or its settings are invalid.
@@ -91,21 +101,12 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
         raise UserError(f"its name must not be {BASE}, the row of the unmodified model. Rename its file.")
     paths = variant_paths(config, name)
     settings = {key for path in paths for key in read_settings(path)}
-    kept, ignored = [], list[Override]()
-    for override in parse_overrides(overrides):
-        group, _, key = override.key_or_group.partition(".")
-        if override.key_or_group in settings or (group == "data" and "data" in settings and key in OF_A_TEXT):
-            # data.* of the command is what a fitted variant is measured on
-            if group != "data" or name not in config.eval.fit_variants:
-                ignored.append(override)
-        elif override.key_or_group != GROUP:
-            kept.append(str(override.input_line))
+    own = {GROUP}
+    if name in config.eval.fit_variants:  # the command's are those of the method and text that it is measured next to
+        own |= settings | (TEXT if "data" in settings else set())
+    typed = [str(o.input_line) for o in parse_overrides(overrides) if o.key_or_group not in own]
     overlays = [f"+{GROUP}=[{','.join(paths)}]"] if paths else []
-    composed = compose_overrides(kept, overlays, changes_method=bool(settings & {"attention", "recipe"}))
-    values = flatten(asdict(composed)) if ignored else {}
-    for override in ignored:
-        if values.get(tuple(override.key_or_group.split("."))) != override.value():
-            log.warning("%s is not applied to variant %s, which sets it", override.input_line, name)
+    composed = compose_overrides(typed, overlays, changes_method=bool(settings & {"attention", "recipe"}))
     job = "evaluate" if composed.adapter else "train"
     variant = replace(composed, job=job, variant=name, variants=[], shared_variant=None, references=[])
     if name and variant.attention.method == "full" and not variant.phases:
@@ -118,7 +119,7 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
             f"attention must be {method}, the method of adapter={variant.adapter} (got {variant.attention.name}). "
             "Leave the variant out of variants, or the adapter."
         )
-    return compose_adapter(variant, [*kept, *variant_settings(config, name)])
+    return compose_adapter(variant, [*variant_settings(config, name), *typed])
 
 
 def variant_name(path: str) -> str:
