@@ -28,6 +28,7 @@ from focus_exp.errors import UserError
 # job -> the module of jobs/ with a function of that name
 _MODULES = ("train", "evaluate", "bench", "generate", "compare", "analyze", "plan", "report", "reproduce")
 JOBS = {name: name for name in _MODULES} | {"dashboard": "report", "build_tasks": "evaluate"}
+GPUS = ("l4", "rtx_4090", "l40s", "a100_40", "a100", "h100", "h200", "b200")
 BACKENDS = ("auto", "masked", "triton", "cpu", "flash")
 
 
@@ -132,7 +133,6 @@ class ModelConfig:
     base_run: list[str] = option([])
     quantization: str = option("none", choices=("none", "int8", "nf4"))
     dtype: str | None = option(None)
-    paper: list[str] = option([])
 
 
 @dataclass
@@ -275,10 +275,9 @@ class ReportConfig:
 @dataclass
 class PlanConfig:
     name: str = MISSING
-    gpu: str = option("h100")
+    gpu: str = option("h100", choices=GPUS)
     gpus: int | None = option(None, least=1)
     utilization: float = option(0.4, least=0.01, most=1)
-    models: list[str] = option([])
 
 
 @dataclass

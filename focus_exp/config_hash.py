@@ -16,7 +16,7 @@ NOT_HASHED = (
     *("job", "variant", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
     *("report", "plan", "reproduce", "budget"),
 )
-MODEL_NOT_HASHED = ("dtype", "paper")
+MODEL_NOT_HASHED = ("dtype",)
 TRAINER_NOT_HASHED = (
     *("name", "log_every", "progress", "checkpoint_every", "checkpoint_minutes", "probe_every"),
     *("strategy", "devices", "num_nodes"),

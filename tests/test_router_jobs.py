@@ -51,7 +51,7 @@ def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
     options = [router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
     result = run(*tiny(tmp_path), *options)
     assert result.code == 0
-    stages = r"\(training \d+, scoring \d+, fit \d+\)"
+    stages = r"\(training \d+, fit \d+, scoring \d+\)"
     assert re.search(rf"estimate: [\d.]+ minutes, \d+ passes of [\d.]+ s {stages}", result.out)
     assert "the router before its training" in result.out
     record, adapter = record_of(tmp_path), only_run(tmp_path) / "adapter-two_encoders"

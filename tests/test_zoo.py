@@ -1,16 +1,13 @@
-"""The files in conf/model: parameter counts, paper settings, tiny models."""
+"""The files in conf/model: parameter counts, tiny models."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
-from builders import make_config
 from conftest import FAMILIES, ZOO, build
 from omegaconf import OmegaConf
 from transformers import AutoConfig, PreTrainedModel
 
-from focus_exp.config_hash import config_hash
 from focus_exp.models.attach import attach
 from focus_exp.models.methods import attached_methods, is_trainable
 
@@ -56,16 +53,6 @@ def test_zoo_file_has_name_and_revision(path) -> None:
     assert config.name == path.stem
     assert ("hub_id" in config) == ("revision" in config) == ("dtype" in config) == (path.stem not in OWN)
     assert re.fullmatch("[0-9a-f]{40}", config.get("revision", "0" * 40))
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_zoo_paper_settings_are_a_valid_config(name: str) -> None:
-    paper = OmegaConf.load(ZOO / f"{name}.yaml").get("paper", [])
-    config = make_config(f"model={name}", *paper)
-    assert config.model.paper == paper and config.data.seq_len == 1024
-    assert config.attention.top_k <= config.attention.groups
-    # the paper's settings and the stored dtype do not change what a run computes
-    assert config_hash(config) == config_hash(replace(config, model=replace(config.model, paper=[], dtype=None)))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
