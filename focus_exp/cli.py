@@ -184,7 +184,7 @@ def find_choices(group: str) -> list[str]:
 
 
 def describe_choice(group: str, name: str) -> str:
-    """Return a job's docstring, or the YAML file of a choice and that of all keys of its group."""
+    """Return a job's docstring, or the YAML of a choice, all keys of its group, and an experiment's variants."""
     names = list(JOBS) if group == "job" else find_choices(group)
     if not names:
         raise UserError(f"--help must have a job, an experiment or a choice of a group (got {group}={name}).")
@@ -195,8 +195,9 @@ def describe_choice(group: str, name: str) -> str:
         nodes = ast.parse(source.read_text(encoding="utf-8")).body
         (function,) = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
         return f"job={name}: {ast.get_docstring(function)}\n"
-    files = [path for stem in (name, "base") if (path := Path(conf_dir(), group, f"{stem}.yaml")).is_file()]
-    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+    files = [Path(conf_dir(), group, f"{name}.yaml"), Path(conf_dir(), group, "base.yaml")]
+    files += [Path(conf_dir(), "variant", f"{name}.yaml")] if group == "experiment" else []
+    return "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
 
 
 # errors of Hydra
@@ -226,7 +227,7 @@ MESSAGES = {
     r"launcher/submitit_slurm": "hydra/launcher=slurm needs hydra-submitit-launcher: pip install 'focus_exp[slurm]'",
     r"launcher/joblib": "hydra/launcher=joblib needs hydra-joblib-launcher: pip install 'focus_exp[sweeps]'",
     r"Could not find 'variant/(?P<name>[^']+)'": (
-        "+variant must be <experiment>/<name> of a file below conf/variant (got {name})"
+        "+variant must be <experiment>/<name> of conf/variant/<experiment>.yaml (got {name})"
     ),
 }
 

@@ -398,8 +398,11 @@ def list_keys() -> dict[str, tuple[Any, Any]]:
 
 
 def register_schemas() -> None:
-    """Register the schemas that the defaults lists of conf/ name."""
+    """Register the schemas that the defaults lists of conf/ name, and the variants, each as a file of its own."""
     store = ConfigStore.instance()
     store.store(name="base_config", node=ComposedConfig)
     for group, schema in GROUPS.items():
         store.store(group=group, name=f"base_{group}", node=schema)
+    for experiment, variants in shipped("variant").items():
+        for name, overlay in variants.items():
+            store.store(group=f"variant/{experiment}", name=name, node={"variant": name} | overlay, package="_global_")

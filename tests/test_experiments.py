@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from running import fitting, records_of, succeed, tiny
 
 from focus_exp.checks import parse
-from focus_exp.config import GROUPS
+from focus_exp.config import GROUPS, shipped
 from focus_exp.jobs.compose import compose_variant, variant_name
 from focus_exp.results.run_dir import name_experiment
 from focus_exp.training.phases import tokens_per_step
@@ -179,21 +179,16 @@ def tiny_variants(folder, plain, small):
     """
     attention = [setting for setting in small if setting.startswith("attention.")]
     for number, path in enumerate(plain.variants):
-        source = CONF / "variant" / (path if "/" in path else f"{plain.experiment}/{path}")
-        overlay = OmegaConf.load(f"{source}.yaml")
-        chosen = {
-            key: value
-            for item in overlay.get("defaults", [])
-            if isinstance(item, DictConfig)
-            for key, value in item.items()
-        }
-        overlay.defaults = [
-            item for item in overlay.get("defaults", []) if not {"override /model", "override /data"} & {*item}
-        ]
-        method = chosen.get("override /attention", plain.attention.name)
-        own = OmegaConf.from_dotlist([*fitting(*attention, f"attention={method}")[:-1], f"eval.limit={number + 1}"])
-        overlay = OmegaConf.merge(own, overlay, {"eval": own.eval})
-        target = folder / "conf" / "variant" / "tiny" / f"{source.name}.yaml"
+        experiment, _, name = path.rpartition("/")
+        overlay = OmegaConf.create(shipped("variant")[experiment or plain.experiment][name])
+        defaults = overlay.get("defaults", [])
+        choices = {key: value for item in defaults if isinstance(item, DictConfig) for key, value in item.items()}
+        overlay.defaults = [item for item in defaults if not {"override /model", "override /data"} & {*item}]
+        method = choices.get("override /attention", plain.attention.name)
+        own = [*fitting(*attention, f"attention={method}")[:-1], f"variant={name}"]
+        limit = {"eval": {"limit": number + 1}}
+        overlay = OmegaConf.merge(OmegaConf.from_dotlist(own), overlay, limit)
+        target = folder / "conf" / "variant" / "tiny" / f"{name}.yaml"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("# @package _global_\n" + OmegaConf.to_yaml(overlay), encoding="utf-8")
     names = ",".join(f"tiny/{variant_name(path)}" for path in plain.variants)

@@ -21,7 +21,7 @@ from focus_exp.models.attach import attach, detach
 from focus_exp.training.precision import Precision
 
 METHOD = "focus_dual"
-LEARNING_RATE = 0.02  # of the short fit, as in conf/variant/shared/two_encoders.yaml
+LEARNING_RATE = 0.02  # of the short fit, as in two_encoders of conf/variant/shared.yaml
 
 
 def fit(

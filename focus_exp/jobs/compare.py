@@ -30,10 +30,11 @@ log = logging.getLogger(__name__)
 def compare(config: Config) -> None:
     """Run the variants of a comparison on the same tokens and put their results into one table.
 
-    A variant is an ordinary run that differs in a few settings, a file below conf/variant; what is typed holds for
+    A variant is an ordinary run that differs in a few settings, an entry of conf/variant; what is typed holds for
     every variant, also where it sets something else. `variants=[focus,lora]` chooses some, `+variant=compare/lora` runs
-    one alone, `-m +variant=compare/lora,compare/sparq` runs them as jobs of their own. The command without `+variant` runs what is left and writes the table, in which a failed variant
-    keeps its reason; then it exits with 2 and names the failed ones.
+    one alone, `-m +variant=compare/lora,compare/sparq` runs them as jobs of their own. The command without `+variant`
+    runs what is left and writes the table, in which a failed variant keeps its reason; then it exits with 2 and names
+    the failed ones.
     """
     configs = compose_variants(config)  # all of them: a mistake in the last one is found before the first one runs
     shared = compose_variant(config, None, command_overrides())

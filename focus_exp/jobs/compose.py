@@ -1,6 +1,7 @@
 """Compose other configurations than the command's: variants, adapters to measure, and base weights to train.
 
-A variant is an overlay in conf/variant; a name without a folder is in conf/variant/<experiment>. To print one:
+A variant is an overlay: an entry of conf/variant/<experiment>.yaml, or a file variant/<experiment>/<name>.yaml of a
+--config-dir. A name alone is one of the experiment's. To print one:
 `python -m focus_exp +experiment=compare +variant=compare/lora --cfg job`.
 """
 
@@ -127,7 +128,7 @@ def variant_name(path: str) -> str:
 
 
 def variant_paths(config: Config, name: str | None) -> list[str]:
-    """Return the paths below conf/variant that make up a variant, in order of increasing precedence."""
+    """Return the names <experiment>/<name> that make up a variant, in order of increasing precedence."""
     shared = [config.shared_variant] if config.shared_variant else []
     if name is None:
         return shared
@@ -144,13 +145,13 @@ def read_settings(path: str) -> dict[str, Any]:
     """Return what an overlay sets: group files that it chooses, and dotted keys.
 
     Raises:
-        UserError: if there is no such file below conf/variant.
+        UserError: if there is no such variant.
     """
     loader = GlobalHydra.instance().config_loader()
     source = next((s for s in loader.get_sources() if s.is_config(f"{GROUP}/{path}.yaml")), None)
     if source is None:
         names = loader.get_group_options(f"{GROUP}/{path.rpartition('/')[0]}")
-        raise UserError(f"conf/{GROUP}/{path}.yaml does not exist{did_you_mean(variant_name(path), names)}")
+        raise UserError(f"{GROUP}={path} does not exist{did_you_mean(variant_name(path), names)}")
     values = OmegaConf.to_container(source.load_config(f"{GROUP}/{path}.yaml").config, resolve=False)
     assert isinstance(values, dict)
     settings: dict[str, Any] = {}
