@@ -132,7 +132,6 @@ class ModelConfig:
     architecture: dict[str, Any] = option({})
     base_run: list[str] = option([])
     quantization: str = option("none", choices=("none", "int8", "nf4"))
-    dtype: str | None = option(None)
 
 
 @dataclass

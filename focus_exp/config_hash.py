@@ -16,7 +16,6 @@ NOT_HASHED = (
     *("job", "variant", "overwrite", "runs_dir", "cache_dir", "logger", "adapter"),
     *("report", "plan", "reproduce", "budget"),
 )
-MODEL_NOT_HASHED = ("dtype",)
 TRAINER_NOT_HASHED = (
     *("name", "log_every", "progress", "checkpoint_every", "checkpoint_minutes", "probe_every"),
     *("strategy", "devices", "num_nodes"),
@@ -30,8 +29,7 @@ def config_hash(config: Config) -> str:
     Defaults are left out, so that a new key keeps the hashes of earlier runs.
     """
     values = {key: value for key, value in changed_values(config).items() if is_hashed((key,))}
-    for part in ("model", "trainer"):
-        values[part] = {key: value for key, value in values[part].items() if is_hashed((part, key))}
+    values["trainer"] = {key: value for key, value in values["trainer"].items() if is_hashed(("trainer", key))}
     attention_seed = getattr(config.attention, "seed", config.seed)
     values["attention"].pop("seed", None)
     if attention_seed != config.seed:  # also if it is the default
@@ -53,7 +51,7 @@ def flatten(values: dict[Any, Any], *prefix: Any) -> dict[tuple[Any, ...], Any]:
 
 def is_hashed(key: tuple[str, ...]) -> bool:
     """Return whether a key is part of the hash where it is not at its default."""
-    excluded = {"model": MODEL_NOT_HASHED, "trainer": TRAINER_NOT_HASHED, "attention": ("seed",)}
+    excluded = {"trainer": TRAINER_NOT_HASHED, "attention": ("seed",)}
     return key[0] not in NOT_HASHED and not (len(key) > 1 and key[1] in excluded.get(key[0], ()))
 
 

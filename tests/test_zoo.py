@@ -51,7 +51,7 @@ def test_zoo_every_file_is_counted() -> None:
 def test_zoo_file_has_name_and_revision(path) -> None:
     config = OmegaConf.load(path)
     assert config.name == path.stem
-    assert ("hub_id" in config) == ("revision" in config) == ("dtype" in config) == (path.stem not in OWN)
+    assert ("hub_id" in config) == ("revision" in config) == (path.stem not in OWN)
     assert re.fullmatch("[0-9a-f]{40}", config.get("revision", "0" * 40))
 
 
