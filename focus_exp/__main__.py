@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from focus_exp.budget import resolve_budget
 from focus_exp.checks import parse
-from focus_exp.cli import explain_error, help_text, order_arguments, pop_option, quote_override
+from focus_exp.cli import explain_error, order_arguments, pop_option
 from focus_exp.config import JOBS, Config, conf_dir, register_schemas
 from focus_exp.errors import EXTRAS, Interrupted, JobFailed, UserError, first_line, not_installed
 from focus_exp.jobs.show import show
@@ -72,21 +72,18 @@ def main() -> int:
 
 
 def run_command() -> None:
-    arguments = order_arguments(sys.argv[1:])
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(help_text(arguments), end="")
-        return
+    arguments = order_arguments(sys.argv[1:] or ["--help"])
     check_launcher()
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     launcher = next((argument for argument in arguments if argument.startswith("hydra/launcher=")), None)
     shown = {name.partition("=")[0] for name in arguments} & {"-c", "--cfg"}
     if launcher and not is_sweep and not shown:
         raise UserError(f"{launcher} must be typed with -m, also for one job.")
-    quoted = resolve_budget([quote_override(argument, is_sweep) for argument in arguments])
+    arguments = resolve_budget(arguments)
     if shown and (is_sweep or {"job", "--cfg=job", "-c=job"} & set(arguments)):
-        show_jobs(quoted)
+        show_jobs(arguments)
         return
-    sys.argv[1:] = quoted
+    sys.argv[1:] = arguments
     try:
         run_job()
     except RuntimeError as error:  # base class of submitit's errors

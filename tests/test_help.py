@@ -1,13 +1,14 @@
 """--help, and the YAML files whose comments it prints."""
 
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from running import run, succeed
+from running import succeed
 
-from focus_exp.config import GROUPS, JOBS, Config, conf_dir, find_schema
+from focus_exp.config import GROUPS, JOBS, Config, conf_dir, find_schema, shipped
 
 CONF = Path(conf_dir())
 
@@ -54,22 +55,7 @@ def test_conf_base_file_holds_the_schema_defaults(group, path, schema):
             assert values[item.name] == default
 
 
-def test_help_screen_names_every_choice_in_one_screen():
-    result = succeed("--help")
-    lines = result.out.splitlines()
-    assert len(lines) <= 42
-    assert max(map(len, lines)) <= 100
-    for group in ("experiment", "model", "attention", "recipe", "data", "eval", "budget"):
-        for path in (CONF / group).glob("*.yaml"):
-            assert path.stem in result.out or path.stem == "base"
-
-
-def test_help_of_a_choice_prints_its_file_and_every_key():
-    result = succeed("--help", "recipe=lora")
-    assert (CONF / "recipe" / "lora.yaml").read_text(encoding="utf-8") in result.out
-    assert (CONF / "recipe" / "base.yaml").read_text(encoding="utf-8") in result.out
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_help_of_a_job_prints_what_it_does(job):
-    assert run("--help", f"job={job}").out.startswith(f"job={job}: ")
+def test_help_names_every_choice():
+    words = set(re.split(r"[\s,:]+", succeed("--help").out))
+    choices = {path.stem for group in GROUPS for path in (CONF / group).glob("*.yaml")}
+    assert {*choices, *JOBS, *shipped("variant")["compare"]} <= words

@@ -8,7 +8,6 @@ import pytest
 from builders import make_config, write_comparison, write_variants
 from running import fitting, only_run, run, tiny, without_attention
 
-from focus_exp.cli import quote_override
 from focus_exp.jobs.compose import compose_adapter
 from focus_exp.models.adapter import DESCRIPTION
 from focus_exp.results.record import RECORD, Record
@@ -103,7 +102,7 @@ def test_compare_adapter_other_setting_raises(tmp_path, retrofit):
 
 def configured(*arguments):
     """Return the configuration of an evaluation."""
-    typed = ["job=evaluate", *map(quote_override, arguments)]
+    typed = ["job=evaluate", *arguments]
     return compose_adapter(make_config(*typed), typed)
 
 

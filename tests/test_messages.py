@@ -31,7 +31,7 @@ from focus_exp.models.random import byte_tokenizer
 GOLDEN = Path(__file__).parent / "golden" / "messages.yaml"
 MESSAGES: dict[str, dict[str, str]] = yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))
 REGENERATE = bool(os.environ.get("REGENERATE"))
-HYDRA_INTERNALS = re.compile(r"In 'config'|base_\w+|object_type|in struct|full_key|Traceback")
+HYDRA_INTERNALS = re.compile(r"base_\w+|object_type|in struct|Traceback")
 
 
 class Dumper(yaml.SafeDumper):

@@ -11,7 +11,6 @@ from running import record_of, run, tiny, without_attention, write_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from focus_exp.checks import parse
-from focus_exp.cli import quote_override
 from focus_exp.config import conf_dir, register_schemas
 from focus_exp.models.methods import active_methods
 from focus_exp.models.random import byte_tokenizer
@@ -73,7 +72,7 @@ def test_page_command_composes(command, tmp_path):
     sweep = "-m" in arguments
     overrides = [argument.partition(",")[0] if sweep else argument for argument in arguments if argument != "-m"]
     with initialize_config_dir(conf_dir(), version_base="1.3"):
-        assert parse(compose("config", list(map(quote_override, overrides)))).experiment
+        assert parse(compose("config", overrides)).experiment
 
 
 def test_adding_a_method_example_is_measured(tmp_path, monkeypatch):

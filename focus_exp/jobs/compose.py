@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from focus_exp.attention.options import FitOptions, RouterTraining, did_you_mean
 from focus_exp.checks import drop_file_fields, parse, validate
-from focus_exp.cli import explain_error, quote_override
+from focus_exp.cli import explain_error, quote
 from focus_exp.config import Config, DataConfig, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
 from focus_exp.config_hash import config_hash, flatten
 from focus_exp.errors import UserError, first_line
@@ -266,17 +266,16 @@ def needs_base(config: Config) -> bool:
 
 def base_overrides(config: Config) -> list[str]:
     """Return the overrides of the command that trains the base, in the same folders and budget, untuned by default."""
-    overrides = ["recipe.tune.factors=[]", *config.model.base_run]
-    return [*map(quote_override, overrides), *shared_overrides(config)]
+    return ["recipe.tune.factors=[]", *config.model.base_run, *shared_overrides(config)]
 
 
 def shared_overrides(config: Config) -> list[str]:
     """Return the overrides that commands started by this one share with it: budget and places."""
     keys = {
-        "budget": config.budget["name"], "assets": config.assets, "runs_dir": config.runs_dir,
-        "cache_dir": config.cache_dir or "null", "logger.wandb": config.logger.wandb,
+        "budget": config.budget["name"], "assets": config.assets, "runs_dir": quote(config.runs_dir),
+        "cache_dir": quote(config.cache_dir) if config.cache_dir else "null", "logger.wandb": config.logger.wandb,
     }  # fmt: skip
-    return [quote_override(f"{key}={value}") for key, value in keys.items()]
+    return [f"{key}={value}" for key, value in keys.items()]
 
 
 def describe_budget(config: Config) -> str:

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from focus_exp.attention.options import did_you_mean
-from focus_exp.cli import quote_override, quote_text
+from focus_exp.cli import quote
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.jobs.compose import compose_overrides, compose_variant, describe_budget, shared_overrides, variant_name
@@ -71,7 +71,7 @@ def table_overrides(table: list[str], config: Config) -> list[str]:
         if variant is not None and variant not in map(variant_name, run.variants):
             raise UserError(f"reproduce.tables.{name} must have variant {variant}, whose adapter {match[0]} is used.")
         folder = run_folder(run if variant is None else compose_variant(run, variant, overrides))
-        return quote_text(f"{folder}/adapter")
+        return quote(f"{folder}/adapter")
 
     overrides = [TABLE_REFERENCE.sub(find_adapter, override) for override in table]
-    return [*map(quote_override, overrides), *shared_overrides(config)]
+    return [*overrides, *shared_overrides(config)]
