@@ -29,7 +29,7 @@ METHODS = {
     "full fine-tuning": "full_finetuning",
 }  # fmt: skip
 # variant -> cells of its timings, where they do not have its name
-DUAL: dict[str, Any] = {"source": "method_speed", "method": "focus_dual"}
+DUAL: dict[str, Any] = {"experiment": "frontier", "source": "method_speed", "method": "focus_dual"}
 TIMINGS: dict[str, dict[str, Any]] = {
     "dual_20": {**DUAL, "num_groups": 32},
     "dual_20_fast": {**DUAL, "num_groups": 32},
