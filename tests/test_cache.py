@@ -551,6 +551,47 @@ def test_cache_any_history_equals_rows(data, rule, window, sinks):
     assert torch.isfinite(out.logits).all()
 
 
+TOOLS = {  # what a tool does to the cache, and to the rows of tokens
+    "none": (lambda cache: cache, lambda ids: ids),
+    "copy": (copy.deepcopy, lambda ids: ids),
+    "pickle": (lambda cache: pickle.loads(pickle.dumps(cache)), lambda ids: ids),
+    "set": (lambda cache: [setattr(x, "keys", x.keys.clone()) for x in cache.layers] and cache, lambda ids: ids),
+    "reset": (lambda cache: cache.reset() or cache, lambda ids: ids[:, :0]),
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 1])) or cache, lambda ids: ids[[1, 1]]),
+    "beams": (
+        lambda cache: cache.batch_repeat_interleave(2) or cache.batch_select_indices(torch.tensor([3, 0])) or cache,
+        lambda ids: ids[[1, 0]],
+    ),
+    "crop": (lambda cache: cache.crop(-3) or cache, lambda ids: ids[:, :-3]),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # full attention, and windows that are soon full
+@pytest.mark.parametrize("kind", [DynamicCache, partial(StaticCache, max_cache_len=64)], ids=["dynamic", "static"])
+@given(data=st.data())
+@settings(max_examples=10)
+def test_cache_of_any_kind_after_any_tools_equals_one_pass(family, kind, data):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        base = build(f"tiny_{family}", **({"sliding_window": 9} if family == "mistral" else {}))
+    model = attach_focus(base, *data.draw(st.sampled_from(RULES[:3])), window=3)
+    cache, ids = kind(config=model.config), make_tokens(2, 0)
+    if kind is DynamicCache and family == "mistral":
+        cache.activate_past_recording()
+    # transformers' static layers have no other tools, and keep inference tensors
+    names = [*TOOLS] if kind is DynamicCache else ["none", "copy", "pickle", "set", "reset", "reorder"]
+    for step in range(4):
+        change, follow = TOOLS[data.draw(st.sampled_from(names))]
+        if ids.shape[1] > 3:
+            cache, ids = change(cache), follow(ids)
+        past, size = ids.shape[1], data.draw(st.sampled_from([1, 2, 7, 12]))
+        ids = torch.cat([ids, make_tokens(2, size, seed=step)], 1)
+        mode = data.draw(st.sampled_from([torch.no_grad, torch.inference_mode]))
+        with mode() if kind is DynamicCache else torch.no_grad():
+            found = model(ids[:, past:], past_key_values=cache).logits
+        torch.testing.assert_close(found, run_at_once(model, ids)[:, past:], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.skipif(unavailable_reason() is not None, reason="no compiler")

@@ -184,10 +184,12 @@ def describe_layer(layer: GroupedLayer, count: int) -> CacheState:
     """Describe a cache layer before `count` new tokens."""
     groups = layer.groups
     past, (width, offset) = groups.get_seq_length(), groups.get_mask_sizes(count)
-    places = None if layer.is_empty else groups.values[:, 0, :, 0]
-    if places is not None and isinstance(groups, StaticSlidingWindowLayer) and past >= groups.max_cache_len:
+    places, is_static = None if layer.is_empty else groups.values[:, 0, :, 0], isinstance(groups, StaticLayer)
+    if places is not None and not is_static:
+        places = places[:, -(width - count) :]  # a sliding layer that may be cropped has more than it returns
+    elif places is not None and isinstance(groups, StaticSlidingWindowLayer) and past >= groups.max_cache_len:
         places = places[:, 1:]  # it drops one before it returns the others
-    return CacheState(past, past - offset, width, places, isinstance(groups, StaticLayer), layer.is_padded)
+    return CacheState(past, past - offset, width, places, is_static, layer.is_padded)
 
 
 def count_places(sequence: Sequence) -> Tensor:
