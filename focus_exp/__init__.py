@@ -27,6 +27,7 @@ evaluation  perplexity with intervals, lm-eval, pruned pairs, groups
 speed       layer, prefill, training step and decode
 results     measurements, losses and record of a run; never imports torch
 reporting   aggregation, claims, tables, figures, report, W&B; never imports torch
+runs        compose the configuration, open a run, resume it, load model and text
 jobs        what job= runs
 """
 

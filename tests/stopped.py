@@ -17,7 +17,7 @@ from focus_exp import __main__ as command_line
 BACK = "back"
 # stage -> a function and the number of its call after which the signal is sent
 CALLS = {
-    "the model was loaded": ("focus_exp.jobs.prepare.load_model", 1),
+    "the model was loaded": ("focus_exp.runs.prepare.load_model", 1),
     "the token cache is written": ("focus_exp.data.corpus.write_stream", 2),
     "the routers are warm-started": ("focus_exp.jobs.train.warm_start", 1),
     "the first phase is trained": ("focus_exp.training.module.LanguageModelTask.training_step", 3),

@@ -8,8 +8,8 @@ from hydra import initialize_config_dir
 from running import fitting, run, tiny
 
 from focus_exp.config import conf_dir
-from focus_exp.jobs.compose import compose_base
 from focus_exp.results.record import Record
+from focus_exp.runs.compose import compose_base
 
 SMALL = ["recipe.steps=2", "recipe.warmup_steps=1", "recipe.phases.everything.learning_rate=1e-2"]
 

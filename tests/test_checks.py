@@ -8,7 +8,7 @@ from builders import make_config
 from focus_exp.checks import drop_file_fields
 from focus_exp.config import DataConfig, ModelConfig, shipped
 from focus_exp.errors import UserError
-from focus_exp.jobs.compose import needs_base
+from focus_exp.runs.compose import needs_base
 
 
 def load_file(group, file, /, **changes):

@@ -68,7 +68,7 @@ def test_missing_package_of_an_extra_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_missing_text_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("focus_exp.jobs.prepare.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("focus_exp.runs.prepare.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     assert run(*tiny(tmp_path), f"data.files={tmp_path}/*.nothing").code == 2
 
 

@@ -34,8 +34,8 @@ from focus_exp.data import SequenceDataset, TokenStream, corpus, load_corpus, ma
 from focus_exp.data.books import EMBEDDED, WORKS, clean
 from focus_exp.data.packing import find_prefix, read_stream, write_stream
 from focus_exp.errors import UserError
-from focus_exp.jobs.prepare import count_training_tokens
 from focus_exp.models.random import byte_tokenizer
+from focus_exp.runs.prepare import count_training_tokens
 
 BOS = 999
 

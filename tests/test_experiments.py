@@ -11,8 +11,8 @@ from running import fitting, records_of, succeed, tiny
 
 from focus_exp.checks import parse
 from focus_exp.config import GROUPS, shipped
-from focus_exp.jobs.compose import compose_variant, variant_name
 from focus_exp.results.run_dir import name_experiment
+from focus_exp.runs.compose import compose_variant, variant_name
 from focus_exp.training.phases import tokens_per_step
 
 CONF = Path(__file__).parent.parent / "conf"

@@ -162,7 +162,7 @@ def seen(folder):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LanguageModelTask, "training_step", recorded)
-            patch.setattr("focus_exp.jobs.run.shutil.rmtree", lambda *_, **__: None)  # checkpoints stay
+            patch.setattr("focus_exp.runs.open.shutil.rmtree", lambda *_, **__: None)  # checkpoints stay
             result = run(*command(folder, name, *overrides))
         assert result.code == 0, result.err
     return batches

@@ -8,9 +8,9 @@ import pytest
 from builders import make_config, write_comparison, write_variants
 from running import fitting, only_run, run, tiny, without_attention
 
-from focus_exp.jobs.compose import compose_adapter
 from focus_exp.models.adapter import DESCRIPTION
 from focus_exp.results.record import RECORD, Record
+from focus_exp.runs.compose import compose_adapter
 
 FIT = [
     "attention.calibration_sequences=3",

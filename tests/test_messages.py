@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase, T5Config
 from focus_exp import __main__ as command_line
 from focus_exp import assets
 from focus_exp.data import texts
-from focus_exp.jobs import run as run_module
 from focus_exp.models import adapter as adapter_module
 from focus_exp.models.random import byte_tokenizer
+from focus_exp.runs import open as run_module
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.yaml"
 MESSAGES: dict[str, dict[str, str]] = yaml.safe_load(GOLDEN.read_text(encoding="utf-8"))

@@ -10,8 +10,8 @@ from running import run, succeed
 from focus_exp.checks import parse
 from focus_exp.config import GPUS, register_schemas
 from focus_exp.errors import UserError
-from focus_exp.jobs.compose import compose_variant
 from focus_exp.jobs.plan import MEMORY, PEAK, USABLE, plan_run
+from focus_exp.runs.compose import compose_variant
 
 TINY = ["job=plan", "model=tiny_llama", "data.seq_len=64", "eval.seq_len=64"]
 LORA, FULL = ("attention=full", "recipe=lora"), ("attention=full", "recipe=finetune")

@@ -7,8 +7,8 @@ from running import records_of, run, tiny, without_attention
 from test_experiments import CONF
 
 from focus_exp.config import register_schemas
-from focus_exp.jobs.compose import compose_overrides
 from focus_exp.jobs.reproduce import table_overrides
+from focus_exp.runs.compose import compose_overrides
 
 PLACES = ("runs_dir", "cache_dir", "logger")
 

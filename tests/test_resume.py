@@ -14,8 +14,8 @@ from running import fitting, full_disk_at, only_run, outcome, record_of, router_
 
 from focus_exp.errors import Interrupted, UserError
 from focus_exp.evaluation import perplexity
-from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.results.record import Record
+from focus_exp.runs.resume import check_fingerprint, resume_record
 from focus_exp.training import callbacks
 from focus_exp.training.callbacks import PROBES, Checkpoint
 from focus_exp.training.checkpoints import CheckpointIO, minutes_between, read_checkpoint, remove_damaged

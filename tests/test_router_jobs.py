@@ -17,7 +17,7 @@ def test_job_precision_follows_a_trained_base(tmp_path, monkeypatch, job):
     def choose(requested, accelerator, trains_base, **measured):
         raise UserError(f"trains_base={trains_base}")
 
-    monkeypatch.setattr("focus_exp.jobs.run.choose_precision", choose)
+    monkeypatch.setattr("focus_exp.runs.open.choose_precision", choose)
     assert "trains_base=True" in run(*tiny(tmp_path), f"job={job}", "recipe=finetune").err
 
 

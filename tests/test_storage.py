@@ -16,8 +16,8 @@ from running import fitting, only_run, record_of, run, succeed, tiny
 from focus_exp.errors import UserError
 from focus_exp.jobs import compare as compare_module
 from focus_exp.jobs import train as train_module
-from focus_exp.jobs.run import open_run
 from focus_exp.results.record import Record
+from focus_exp.runs.open import open_run
 from focus_exp.storage import InUse, atomic_write, file_lock, remove_stale_temp, replace_file
 
 HOLDER = """

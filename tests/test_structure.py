@@ -18,6 +18,7 @@ LAYERS = [
     {"cli", "reporting", "training"},
     {"budget", "fitting", "speed"},
     {"evaluation"},
+    {"runs"},
     {"jobs"},
     {"__init__", "__main__"},
 ]

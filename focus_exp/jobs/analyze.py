@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from focus_exp.config import Config
 from focus_exp.evaluation.groups import GroupAnalysis
-from focus_exp.jobs.compose import compose_router
-from focus_exp.jobs.prepare import prepare, training_sequences
-from focus_exp.jobs.resume import print_finished
-from focus_exp.jobs.run import open_run
 from focus_exp.jobs.train import load_or_fit_router
 from focus_exp.models.adapter import read_adapter
+from focus_exp.runs.compose import compose_router
+from focus_exp.runs.open import open_run
+from focus_exp.runs.prepare import prepare, training_sequences
+from focus_exp.runs.resume import print_finished
 
 CALIBRATION_SEQUENCES = 8  # of the untrained router, if the trained one is an adapter without balance_sequences
 

@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 
 from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
-from focus_exp.jobs.compose import command_overrides, compose_overrides, compose_router
-from focus_exp.jobs.prepare import prepare
-from focus_exp.jobs.resume import print_finished
-from focus_exp.jobs.run import Run, open_run
 from focus_exp.jobs.train import load_or_fit_router, trains_router
 from focus_exp.models.load import count_positions
 from focus_exp.models.methods import set_routing
+from focus_exp.runs.compose import command_overrides, compose_overrides, compose_router
+from focus_exp.runs.open import Run, open_run
+from focus_exp.runs.prepare import prepare
+from focus_exp.runs.resume import print_finished
 from focus_exp.speed.bench import SpeedBenchmark
 from focus_exp.speed.layer import Methods
 from focus_exp.training.precision import has_native_bf16

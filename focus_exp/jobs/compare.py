@@ -8,20 +8,20 @@ from dataclasses import asdict, replace
 
 from focus_exp.config import Config
 from focus_exp.errors import UserError, first_line
-from focus_exp.jobs.compose import (
+from focus_exp.jobs.evaluate import evaluate_adapter
+from focus_exp.jobs.train import train
+from focus_exp.results.record import RECORD, Record, VariantRun
+from focus_exp.results.run_dir import name_data, name_model, run_folder
+from focus_exp.results.runs import load_variants
+from focus_exp.runs.compose import (
     command_overrides,
     compose_variant,
     compose_variants,
     describe_budget,
     variant_settings,
 )
-from focus_exp.jobs.evaluate import evaluate_adapter
-from focus_exp.jobs.resume import finished_record
-from focus_exp.jobs.run import lock_run_dir, record_run
-from focus_exp.jobs.train import train
-from focus_exp.results.record import RECORD, Record, VariantRun
-from focus_exp.results.run_dir import name_data, name_model, run_folder
-from focus_exp.results.runs import load_variants
+from focus_exp.runs.open import lock_run_dir, record_run
+from focus_exp.runs.resume import finished_record
 from focus_exp.storage import InUse
 
 log = logging.getLogger(__name__)

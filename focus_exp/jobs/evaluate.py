@@ -8,12 +8,12 @@ from focus_exp.assets import cache_root
 from focus_exp.config import Config
 from focus_exp.data.long_range import build_suite
 from focus_exp.errors import UserError
-from focus_exp.jobs.compose import compose_adapter
-from focus_exp.jobs.prepare import prepare
-from focus_exp.jobs.resume import print_finished
-from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import load_adapter, read_description
 from focus_exp.models.methods import is_causal, set_routing
+from focus_exp.runs.compose import compose_adapter
+from focus_exp.runs.open import Run, open_run
+from focus_exp.runs.prepare import prepare
+from focus_exp.runs.resume import print_finished
 
 
 def evaluate(config: Config) -> None:

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from focus_exp.config import Config
 from focus_exp.errors import UserError
 from focus_exp.evaluation.generation import Generation
-from focus_exp.jobs.compose import compose_router
-from focus_exp.jobs.prepare import check_length, prepare
-from focus_exp.jobs.resume import print_finished
-from focus_exp.jobs.run import open_run
 from focus_exp.jobs.train import load_or_fit_router
 from focus_exp.models.methods import is_causal
+from focus_exp.runs.compose import compose_router
+from focus_exp.runs.open import open_run
+from focus_exp.runs.prepare import check_length, prepare
+from focus_exp.runs.resume import print_finished
 
 
 def generate(config: Config) -> None:

@@ -13,13 +13,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from focus_exp.checks import check_processes
 from focus_exp.config import Config, PhaseConfig
 from focus_exp.errors import UserError
-from focus_exp.jobs.compose import compose_adapter, compose_variants
-from focus_exp.jobs.prepare import check_length
 from focus_exp.jobs.train import attach_method, compose_fit_variants
 from focus_exp.models.files import find_local_model
 from focus_exp.models.lora import Linear
 from focus_exp.models.methods import is_trainable
 from focus_exp.models.random import architecture_config
+from focus_exp.runs.compose import compose_adapter, compose_variants
+from focus_exp.runs.prepare import check_length
 from focus_exp.speed.model import model_shape
 from focus_exp.training.checkpoints import checkpoint_bytes
 from focus_exp.training.phases import tokens_per_step

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from focus_exp.config import Config
-from focus_exp.jobs.run import open_wandb
 from focus_exp.reporting.figures import report_figures
 from focus_exp.reporting.load import load_results
 from focus_exp.reporting.pages import fill_pages
 from focus_exp.reporting.report import REPORT, report_tables, verdict_table, write_report
 from focus_exp.reporting.wandb import build_workspace, dashboard_tables, log_tables, wandb_mode
 from focus_exp.results.runs import RUNS, collect_runs
+from focus_exp.runs.open import open_wandb
 from focus_exp.storage import replace_file
 
 NAME = "report"  # of the W&B run of job=dashboard

@@ -13,9 +13,9 @@ from focus_exp.attention.options import did_you_mean
 from focus_exp.cli import quote
 from focus_exp.config import Config
 from focus_exp.errors import Interrupted, UserError
-from focus_exp.jobs.compose import compose_overrides, compose_variant, describe_budget, shared_overrides, variant_name
 from focus_exp.jobs.report import report
 from focus_exp.results.run_dir import run_folder
+from focus_exp.runs.compose import compose_overrides, compose_variant, describe_budget, shared_overrides, variant_name
 
 TABLE_REFERENCE = re.compile(r"(?<!\w)@(\w+)(?:\.(\w+))?")  # @table or @table.variant, but not perplexity@1024
 

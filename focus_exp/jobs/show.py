@@ -43,8 +43,8 @@ def resolve(config: Config) -> tuple[Config, dict[str, Config]]:
     if not (config.job == "compare" or config.adapter or config.eval.fit_variants):
         return config, {}
     # imports torch, which takes seconds
-    from focus_exp.jobs.compose import command_overrides, compose_adapter, compose_variant, compose_variants
     from focus_exp.jobs.train import compose_fit_variants
+    from focus_exp.runs.compose import command_overrides, compose_adapter, compose_variant, compose_variants
 
     if config.job == "compare":
         variants = compose_variants(config)

@@ -23,12 +23,7 @@ from focus_exp.evaluation.variants import SOFT
 from focus_exp.fitting.cache import fit_attached
 from focus_exp.fitting.focus import calibrate, temporary_calibration, warm_start
 from focus_exp.fitting.focus_dual import rebalance
-from focus_exp.jobs.compose import command_overrides, compose_variant, variant_name
-from focus_exp.jobs.cost import estimate
 from focus_exp.jobs.evaluate import load_trained
-from focus_exp.jobs.prepare import Setup, count_training_tokens, prepare, training_sequences
-from focus_exp.jobs.resume import check_fit_variants, finished_record, print_finished
-from focus_exp.jobs.run import Run, open_run
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.load import fingerprint, gather_tensor
@@ -37,6 +32,11 @@ from focus_exp.models.methods import attached_methods, is_causal, is_trainable, 
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
+from focus_exp.runs.compose import command_overrides, compose_variant, variant_name
+from focus_exp.runs.cost import estimate
+from focus_exp.runs.open import Run, open_run
+from focus_exp.runs.prepare import Setup, count_training_tokens, prepare, training_sequences
+from focus_exp.runs.resume import check_fit_variants, finished_record, print_finished
 from focus_exp.storage import atomic_write, file_lock
 from focus_exp.training.callbacks import PROBES, probe_tokens, read_probes
 from focus_exp.training.checkpoints import checkpoint_path, remove_damaged

@@ -23,14 +23,14 @@ from focus_exp.assets import Provenance, cache_root
 from focus_exp.config import Config
 from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
-from focus_exp.jobs.compose import command_overrides, describe_budget
-from focus_exp.jobs.resume import check_fingerprint, resume_record
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
 from focus_exp.results.run_dir import earlier_record, lock_of, name_data, name_model, run_folder
+from focus_exp.runs.compose import command_overrides, describe_budget
+from focus_exp.runs.resume import check_fingerprint, resume_record
 from focus_exp.speed.timing import begin_peak_memory, device_name, peak_memory
 from focus_exp.storage import file_lock, remove_stale_temp, replace_file
 from focus_exp.training.distributed import is_main, strategy_name

@@ -22,13 +22,13 @@ from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
-from focus_exp.jobs.compose import base_overrides, compose_base, needs_base
-from focus_exp.jobs.resume import finished_record
-from focus_exp.jobs.run import Run
 from focus_exp.models.adapter import read_adapter
 from focus_exp.models.load import count_positions, hash_tokenizer_files, load_model
 from focus_exp.results.losses import LOSSES, TEXT, write_losses
 from focus_exp.results.run_dir import run_folder
+from focus_exp.runs.compose import base_overrides, compose_base, needs_base
+from focus_exp.runs.open import Run
+from focus_exp.runs.resume import finished_record
 from focus_exp.speed.model import model_shape
 from focus_exp.storage import file_lock
 from focus_exp.training.distributed import is_main, place_base
