@@ -381,9 +381,9 @@ GROUPS = {key: schema for key, schema in get_type_hints(Config).items() if is_da
 
 
 @cache
-def list_keys() -> dict[str, tuple[Any, Any]]:
-    """Return type and limits of every dotted key, of attention.* those of the methods in ATTENTION."""
-    keys: dict[str, tuple[Any, Any]] = {f"budget.{name}": (None, {}) for name in shipped("budget")["base"]}
+def list_keys() -> list[str]:
+    """Return every dotted key, of attention.* those of the methods in ATTENTION."""
+    keys = [f"budget.{name}" for name in shipped("budget")["base"]]
     schemas: list[tuple[str, Any]] = [("", Config), ("recipe.phases.<phase>.", PhaseConfig)]
     schemas += [("attention.", schema) for schema in ATTENTION.values()]
     for prefix, schema in schemas:  # which grows
@@ -392,8 +392,8 @@ def list_keys() -> dict[str, tuple[Any, Any]]:
             if is_dataclass(hints[item.name]):
                 schemas.append((f"{prefix}{item.name}.", hints[item.name]))
             else:
-                keys[prefix + item.name] = hints[item.name], item.metadata
-    return keys
+                keys.append(prefix + item.name)
+    return list(dict.fromkeys(keys))  # methods share some
 
 
 def register_schemas() -> None:
