@@ -92,5 +92,8 @@ def explain_error(error: Exception) -> str:
     if match := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':", message):
         group, name = match[2], match[1].removeprefix(f"{match[2]}/")
         choices = [choice for choice in message[match.end() :].split() if not re.match(r"base(_|$)", choice)]
+        inside, slash, _ = name.rpartition("/")
+        if slash and (variants := shipped(group).get(inside)):
+            choices = [f"{inside}/{variant}" for variant in variants]
         return f"{group}={name} does not exist{did_you_mean(name, choices)}{OTHERS.get(group, '')}"
     return message
