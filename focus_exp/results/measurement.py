@@ -43,7 +43,7 @@ Metrics
 
 from __future__ import annotations
 
-import csv
+import io
 import json
 import math
 from collections.abc import Iterable
@@ -57,7 +57,7 @@ from focus_exp.errors import UserError, first_line
 
 MEASUREMENTS = "measurements.csv"
 COLUMNS = ("variant", "metric", "value", "low", "high", "reference", "n", "unit", "seed", "density", "settings")
-DIGITS = 12
+TYPES = {**dict.fromkeys(("value", "low", "high", "density"), "float"), "n": "Int64", "seed": "Int64"}
 MAX_NATS = 700.0  # beyond it exp overflows
 MIN_SPARSITY = 0.05  # of an active mask: below it an equal score says nothing
 WITHOUT_MASK = ("performer",)  # methods that reweigh every pair and prune none
@@ -95,16 +95,14 @@ def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
 
 def format_measurements(measurements: Iterable[Measurement]) -> str:
     """Return the text of a `measurements.csv`, floats with 12 significant digits."""
-    table = to_frame(measurements)
-    return table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
+    return to_frame(measurements).to_csv(index=False, float_format="%.12g", lineterminator="\n")
 
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
     """Return a row for each measurement, with the settings as JSON."""
     table = pd.DataFrame([vars(measurement) for measurement in measurements], columns=COLUMNS)
     table["settings"] = [_format_settings(settings) for settings in table.settings]
-    floats = dict.fromkeys(("value", "low", "high", "density"), float)
-    return table.astype({**floats, "n": "Int64", "seed": "Int64"})
+    return table.astype(TYPES)
 
 
 def from_frame(table: pd.DataFrame) -> list[Measurement]:
@@ -129,19 +127,11 @@ def read_measurements(path: str | Path) -> list[Measurement]:
     if not path.exists():
         return []
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            return [_parse_row(row) for row in csv.DictReader(file)]
-    except (ValueError, TypeError, KeyError, csv.Error) as error:
+        text = path.read_text(encoding="utf-8")
+        if not text.endswith("\n"):
+            raise ValueError("its last row is cut off")
+        table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+        numbers = table[[*TYPES]].replace("", None).astype(TYPES)
+        return from_frame(table.assign(**numbers))
+    except (ValueError, KeyError) as error:
         raise UserError(f"{path} is damaged ({first_line(error)}). Remove its folder, or restore it.") from error
-
-
-def _parse_row(row: dict[str, str]) -> Measurement:
-    if None in row.values():
-        raise ValueError("a row is cut off")
-    values: dict[str, Any] = dict(row)
-    for name in ("value", "low", "high", "density"):
-        values[name] = float(row[name]) if row[name] else None
-    for name in ("n", "seed"):
-        values[name] = int(row[name]) if row[name] else None
-    values["settings"] = json.loads(row["settings"]) if row["settings"] else {}
-    return Measurement(**values)
