@@ -8,7 +8,7 @@ from focus_exp.reporting.claims import evaluate_claims
 from focus_exp.reporting.format import to_latex, to_markdown
 from focus_exp.reporting.frame import Row, read_yaml, to_frame
 from focus_exp.reporting.load import Results, load_results
-from focus_exp.reporting.paper_tables import paper_rows
+from focus_exp.reporting.paper_specs import paper_rows
 from focus_exp.reporting.report import report_files, report_tables, write_report
 from focus_exp.reporting.tables import break_even, speed
 

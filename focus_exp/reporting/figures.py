@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from focus_exp.reporting.frame import read_yaml
-from focus_exp.reporting.paper_tables import paper_rows
+from focus_exp.reporting.paper_specs import paper_rows
 from focus_exp.reporting.tables import FAMILIES
 from focus_exp.storage import replace_file
 

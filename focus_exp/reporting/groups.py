@@ -12,7 +12,7 @@ from focus_exp.reporting.figures import COLORS
 from focus_exp.reporting.format import ABSENT, format_number, format_significant, percent
 from focus_exp.reporting.frame import filter_rows, to_rows
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.paper_tables import paper_rows
+from focus_exp.reporting.paper_specs import paper_rows
 
 PLACE = ("run", "layer", "head")
 KEYS = [*PLACE, "group", "causal", "model", "data", "agreement", "word_class", "purity", "size", "tokens"]

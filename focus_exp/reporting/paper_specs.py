@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from focus_exp.reporting.format import to_percent
+from focus_exp.reporting.frame import read_yaml
 
 BASE = "base"
 HUB, GPU = "the Hub", "the Hub and a GPU"
@@ -74,7 +76,7 @@ class Place:
         return list(dict.fromkeys([*self.variants.values(), *filter(None, [self.variant])]))
 
 
-Places = str | Place | Sequence[str | Place]
+Places = str | Place | Sequence[str | Place]  # a variant of the table's experiments, or a place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class Spec:
 
     Args:
         key: the columns of the paper that name a row.
-        rows: by key, or its pattern; from the paper's row where they depend on it. extra: rows that the paper lacks.
+        rows: the places of each, by its key (`key_of`); those that the paper lacks come last.
         is_shown: in the Markdown report.
     """
 
@@ -92,12 +94,30 @@ class Spec:
     key: list[str]
     experiments: list[str]
     columns: list[Column]
-    rows: dict[str, Places | Callable[[dict[str, Any]], Places]]
-    extra: dict[str, Places] = field(default_factory=dict)
+    rows: dict[str, Places]
     needs: str = ""
     note: str = ""
     is_shown: bool = True
     name: str = ""
+
+    def places(self, key: str) -> list[Place]:
+        """Return where the measurements of a row are."""
+        places = self.rows[key]
+        listed = [places] if isinstance(places, str | Place) else places
+        return [Place(variant=place) if isinstance(place, str) else place for place in listed]
+
+
+@cache
+def paper_rows(table: str) -> list[dict[str, Any]]:
+    """Return the rows of a table of the paper: column -> printed cell or None."""
+    content = read_yaml("paper")[table]
+    return [dict(zip(content["columns"], row, strict=True)) for row in content["rows"]]
+
+
+def key_of(row: dict[str, Any], names: list[str]) -> str:
+    """Return the cells that name a row, those that it has, with a space between them."""
+    cells = (row[name] for name in names if row.get(name) is not None)
+    return " ".join(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells)
 
 
 def in_percent(row: Any, value: float) -> float:
@@ -112,8 +132,8 @@ def task(name: str, label: str, metric: str = "score", **options: Any) -> Column
 
 def points(name: str, label: str) -> Column:
     """Return the column of a benchmark's change in points."""
-    of_task = "lambada_openai" if name == "lambada" else name
-    return task(f"{name}_delta", f"{label} [points]", "score_change", task=of_task)
+    suite = "lambada_openai" if name == "lambada" else name
+    return task(f"{name}_delta", f"{label} [points]", "score_change", task=suite)
 
 
 def change(name: str, origin: str, label: str = "ΔPPL [%]") -> Column:
@@ -177,9 +197,10 @@ def table2_scale() -> Spec:
     ]
     return Spec(
         id="T2", title="Models of all sizes, PG-19, top-2", key=["model"], experiments=["model_scale"], needs=GPU,
-        note="The paper names Gemma 2 as its fifth architecture, without a row.", extra={n: n for n in ours},
+        note="The paper names Gemma 2 as its fifth architecture, without a row.",
         columns=[base, PPL_FOCUS, change("ppl_focus", "ppl_pretrained"), *TASKS],
-        rows={n: [Place(variant=v, needs=needs.get(n)) for v in (n, f"{n}_paper")] for n in names},
+        rows={**{n: [Place(variant=v, needs=needs.get(n)) for v in (n, f"{n}_paper")] for n in names},
+              **{n: n for n in ours}},
     )
 
 
@@ -189,7 +210,7 @@ def table2_scale_gsm8k_8shot_cot() -> Spec:
         id="T2 GSM8K", title="GSM8K, 8-shot chain of thought", key=["model"], experiments=["model_scale"], needs=GPU,
         note="By this project's causal router: the paper's is non-causal and cannot generate.",
         columns=[full, task("gsm8k_focus", "Focus [%]", task="gsm8k_cot")],
-        rows={"mistral_7b": "mistral_7b"}, extra={"smollm2_135m": "smollm2_135m"},
+        rows={n: n for n in ("mistral_7b", "smollm2_135m")},
     )
 
 
@@ -211,9 +232,9 @@ def table4_alignment() -> Spec:
     rates = {"lora_r4 1e-05": "lora_1e-5", "lora_r4 5e-05": "lora_5e-5", "lora_r4 0.0001": "lora_1e-4"}
     return Spec(
         id="T4", title="Alignment, Mistral-7B-Instruct, 2,000 steps", key=["method", "learning_rate"],
-        experiments=["alignment"], extra={"lora_1e-2": "lora_1e-2"},
+        experiments=["alignment"],
         columns=[PARAMETERS, PPL, change("ppl", "instruct"), *truthful, HELLASWAG, ARC_EASY, LAMBADA],
-        rows={"instruct": BASE, "focus_k2": ["focus_k2", "paper_k2"], **rates},
+        rows={"instruct": BASE, "focus_k2": ["focus_k2", "paper_k2"], **rates, "lora_1e-2": "lora_1e-2"},
     )
 
 
@@ -232,14 +253,15 @@ def table5_full_training() -> Spec:
         columns=[PPL_FULL, PPL_FOCUS, change("ppl_focus", "ppl_full")],
         rows={"gpt2_124m_pg19": [*both("", ["full_training"], ""), *both("pg19_")],
               **{name: both(prefix) for name, prefix in (models | corpora).items()},
-              "mistral_shape_7b_scratch*": both("", ["from_scratch"], "the Hub and weeks of GPUs")},
-        extra={name: both(f"{name}_") for name in ("code", "addresses")},
+              "mistral_shape_7b_scratch_openwebtext_2b_tokens":
+                  both("", ["from_scratch"], "the Hub and weeks of GPUs"),
+              **{name: both(f"{name}_") for name in ("code", "addresses")}},
     )
 
 
 def table_long_context() -> Spec:
-    def places(paper: dict[str, Any]) -> Places:
-        cells, names = {"source": "benchmarks", "tokens": paper["tokens"]}, ("k_{}", "k_{}_share", "paper_k_{}")
+    def places(tokens: int) -> Places:
+        cells, names = {"source": "benchmarks", "tokens": tokens}, ("k_{}", "k_{}_share", "paper_k_{}")
         return [
             Place(cells=cells, variants={"ppl_full": BASE, **{f"ppl_focus_k{k}": n.format(k) for k in (2, 3)}})
             for n in names
@@ -252,31 +274,29 @@ def table_long_context() -> Spec:
         columns += [change(name, "ppl_full", f"ΔPPL top-{k} [%]")]
     return Spec(
         id="long context", title="Routers trained at 1,024 tokens on longer contexts, Mistral 7B", key=["tokens"],
-        experiments=["long_context"], columns=columns, rows={"*": places},
+        experiments=["long_context"], columns=columns,
+        rows={str(tokens): places(tokens) for tokens in (1024, 2048, 4096, 8192)},
     )
 
 
 def table6_speed() -> Spec:
-    def place(paper: dict[str, Any]) -> Places:
-        cells = {"source": "speed", "clock": "attention", "assignment": "balanced", "top_k": 1}
-        return Place(cells={**cells, "tokens": paper["tokens"]})
-
+    cells = {"source": "speed", "clock": "attention", "assignment": "balanced", "top_k": 1}
+    lengths = [row["tokens"] for row in paper_rows("table6_speed")]
     columns = [
         Column(name=f"speedup_K{k}", label=f"speedup, K = {k}", cells={"metric": "speedup", "groups": k})
         for k in (4, 8)
     ]
     return Spec(
         id="T6", title="Speedup over FlashAttention, one layer, H100", key=["tokens"], experiments=["speed"],
-        needs="a GPU", columns=columns, rows={"*": place},
+        needs="a GPU", columns=columns,
+        rows={str(tokens): Place(cells={**cells, "tokens": tokens}) for tokens in lengths},
     )
 
 
 def table7_topk() -> Spec:
-    def places(paper: dict[str, Any]) -> Places:
-        is_large = paper["model"] == "mistral_7b"
-        model = "mistral_7b" if is_large else "[!m]*"
-        ours = {"source": "rows", "kind": "hard", "num_groups": 4, "top_k": paper["top_k"], "causal": True,
-                "pair_rule": [None, "query_topk"], "requested_model": model}
+    def places(is_large: bool, top_k: int) -> Places:
+        ours = {"source": "rows", "kind": "hard", "num_groups": 4, "top_k": top_k, "causal": True,
+                "pair_rule": [None, "query_topk"], "requested_model": "mistral_7b" if is_large else "[!m]*"}
         both, needs = ["speed_quality", "leak"], GPU if is_large else None
         paper_router = Place(cells={**ours, "pair_rule": "share", "causal": False}, experiments=both,
                              needs=needs or "+experiment=leak", pick="" if is_large else "steps")
@@ -289,7 +309,9 @@ def table7_topk() -> Spec:
     return Spec(
         id="T7", title="Top-k at inference, K = 4, PG-19", key=["model", "top_k"], experiments=["speed_quality"],
         note="The paper's speedup is K/k, not a measurement; ours is of the trained router.",
-        columns=[PPL, Column(name="claimed_speedup", label="speedup", cells=speed), density], rows={"*": places},
+        columns=[PPL, Column(name="claimed_speedup", label="speedup", cells=speed), density],
+        rows={f"{model} {k}": places(model == "mistral_7b", k) for model in ("gpt2_124m", "mistral_7b")
+              for k in (1, 2, 3, 4)},
     )
 
 

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 import pandas as pd
 
-from focus_exp.reporting.frame import aggregate_seeds, filter_rows, mean_of, read_yaml, to_frame, to_rows
+from focus_exp.reporting.frame import aggregate_seeds, filter_rows, mean_of, to_frame, to_rows
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.paper_specs import BASE, TABLES, Column, Place, Places, Spec
+from focus_exp.reporting.paper_specs import BASE, TABLES, Column, Place, Spec, key_of, paper_rows
 
 FULL = "full attention"
-
-
-@cache
-def paper_rows(table: str) -> list[dict[str, Any]]:
-    """Return the rows of a table of the paper: column -> printed cell or None."""
-    content = read_yaml("paper")[table]
-    return [dict(zip(content["columns"], row, strict=True)) for row in content["rows"]]
-
-
-def key_of(row: dict[str, Any], names: list[str]) -> str:
-    cells = (row[name] for name in names if row.get(name) is not None)
-    return " ".join(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells)
 
 
 @dataclass(frozen=True)
@@ -185,25 +171,12 @@ def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
     """
     for make in TABLES:
         spec = replace(make(), name=make.__name__)
+        paper = {key_of(row, spec.key): row for row in paper_rows(spec.name)}
         rows = []
-        for paper in paper_rows(spec.name):
-            for entry in (Entry(results, spec, paper, place) for place in find_places(spec, paper)):
-                rows += entry.setups() or [entry]
-        for extra, places in spec.extra.items():
-            paper = {spec.key[0]: f"{extra} (not in the paper)"}
-            rows += [setup for p in list_places(places) for setup in Entry(results, spec, paper, p).setups()]
+        for key in [*paper, *(key for key in spec.rows if key not in paper)]:
+            row = paper.get(key, {spec.key[0]: f"{key} (not in the paper)"})
+            for entry in (Entry(results, spec, row, place) for place in spec.places(key)):
+                rows += entry.setups() or [entry] * (key in paper)
         frame = pd.DataFrame([entry.row() for entry in rows])
         frame.attrs["spec"] = spec
         yield frame
-
-
-def find_places(spec: Spec, paper: dict[str, Any]) -> list[Place]:
-    """Return where the measurements of a row of the paper are."""
-    key = key_of(paper, spec.key)
-    places = next(places for pattern, places in spec.rows.items() if fnmatchcase(key, pattern))
-    return list_places(places(paper) if callable(places) else places)
-
-
-def list_places(places: Places) -> list[Place]:
-    listed = [places] if isinstance(places, str | Place) else places
-    return [Place(variant=place) if isinstance(place, str) else place for place in listed]

@@ -35,8 +35,8 @@ from focus_exp.reporting.groups import (
 )
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.pages import fill
-from focus_exp.reporting.paper_specs import Column, Spec
-from focus_exp.reporting.paper_tables import paper_rows, paper_tables
+from focus_exp.reporting.paper_specs import Column, Spec, paper_rows
+from focus_exp.reporting.paper_tables import paper_tables
 from focus_exp.storage import replace_file
 
 REPORT = "report"
