@@ -11,8 +11,7 @@ from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.evaluate import evaluate_adapter
 from focus_exp.jobs.train import train
 from focus_exp.results.record import RECORD, Record, VariantRun
-from focus_exp.results.run_dir import name_data, name_model, run_folder
-from focus_exp.results.runs import load_variants
+from focus_exp.results.run_dir import earlier_record, name_data, name_model, run_folder
 from focus_exp.runs.compose import (
     command_overrides,
     compose_variant,
@@ -56,8 +55,8 @@ def compare(config: Config) -> None:
                 describe_variant(name, variant, variant_settings(config, name), errors.get(name))
                 for name, variant in configs.items()
             ]
-            runs = load_variants(run.folder, run.record).values()
-            if measured := next((run for run in runs if run.find("nll", variant="base") is not None), None):
+            records = [record for variant in configs.values() if (record := earlier_record(variant))]
+            if measured := next((r for r in records if r.find("nll", variant="base") is not None), None):
                 run.record.model, run.record.data = measured.model, measured.data
     if errors:
         raise UserError(

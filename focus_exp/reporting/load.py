@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from focus_exp.reporting.frame import COLUMNS, RUN_FACTS, VARIANT_FACTS, Row, fi
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
 from focus_exp.results.metrics import METRICS, read_metrics
-from focus_exp.results.record import RECORD, Record
+from focus_exp.results.record import Record
 from focus_exp.results.runs import find_variants, load_variants, read_runs
 from focus_exp.results.setup import setup_key
 
@@ -51,28 +51,6 @@ class Results:
         return dict([*self.complete.groupby("run", sort=False)])
 
 
-class LoadedRun:
-    """A run's record, its provenance as `facts`, and the rows of its own measurements."""
-
-    def __init__(self, name: str, record: Record, variants: dict[str, Record]) -> None:
-        self.name, self.record, self.variants = name, record, variants
-        self.facts = describe_run(name, self.record)
-
-    @cached_property
-    def rows(self) -> list[Any]:
-        rows, primary = [to_row(m) for m in self.record.measurements], self.record.primary_variant
-        parts = (quality_rows(rows, primary), benchmark_rows(rows), probe_rows(rows), speed_rows(rows))
-        router = {"causal": self.facts["is_causal"], "name": self.record.method.get("name")}
-        groups = (row._replace(**router) for row in group_rows(rows))
-        facts = {name: self.facts[name] for name in VARIANT_FACTS}
-        parameters, joined = trained_parameters(self.record), []
-        for row in [row._replace(**facts) for part in (*parts, groups, detail_rows(rows)) for row in part]:
-            if row.source == "rows" and row.trainable_params is None:
-                row = row._replace(trainable_params=parameters)
-            joined.append(row._replace(train_tokens=int(row.own_tokens)) if row.own_tokens else row)
-        return joined
-
-
 def load_results(root: Path, budget: str = "") -> Results:
     """Load all runs below `root`; those of budget=quick are shown by themselves or not at all.
 
@@ -80,32 +58,72 @@ def load_results(root: Path, budget: str = "") -> Results:
         UserError: a record is unreadable.
     """
     records = read_runs(root)
-    runs = {name: LoadedRun(name, record, find_variants(name, record, records)) for name, record in records.items()}
-    runs = {name: run for name, run in runs.items() if (run.facts["budget"] == QUICK) == (budget == QUICK)}
-    trained = {name.rpartition("-")[2]: run for name, run in runs.items()}
-    for run in runs.values():
-        adapter = Path(run.record.config.get("adapter") or "")
+    facts = {name: describe_run(name, record) for name, record in records.items()}
+    records = {name: run for name, run in records.items() if (facts[name]["budget"] == QUICK) == (budget == QUICK)}
+    by_hash = {name.rpartition("-")[2]: name for name in records}
+    for name, record in records.items():
+        adapter = Path(record.config.get("adapter") or "")
         folder = adapter.parent if adapter.name == "adapter" else adapter
-        if trainer := trained.get(folder.name.rpartition("-")[2]):  # a run, whose folder ends with its hash
-            run.facts["steps"] += trainer.record.steps
-            if {run.record.config["job"], trainer.record.config["job"]} == {"analyze"}:  # of the same router, again
-                run.facts["setup"] = trainer.facts["setup"]
-    return replace(join_runs(runs), is_quick=budget == QUICK, root=root)
+        if trainer := by_hash.get(folder.name.rpartition("-")[2]):  # a run, whose folder ends with its hash
+            facts[name]["steps"] += records[trainer].steps
+            if {record.config["job"], records[trainer].config["job"]} == {"analyze"}:  # of the same router, again
+                facts[name]["setup"] = facts[trainer]["setup"]
+    return replace(join_runs(records, facts, records), is_quick=budget == QUICK, root=root)
 
 
 def load_run(folder: Path) -> Results:
     """Load one run, or a comparison with its variants."""
-    record = Record.load(folder / RECORD)
-    return join_runs({folder.name: LoadedRun(folder.name, record, load_variants(folder, record))})
+    name, records = load_variants(folder)
+    return join_runs(records, {name: describe_run(name, record) for name, record in records.items()}, [name])
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the training log of a run, or of all variants of a comparison."""
     lines = read_metrics(folder / METRICS)
-    for name, record in load_variants(folder, Record.load(folder / RECORD)).items():
-        assert record.path
-        lines += [{"variant": name, **line} for line in read_metrics(record.path.with_name(METRICS))]
+    name, records = load_variants(folder)
+    for variant, run in find_variants(name, records).items():
+        lines += [{"variant": variant, **line} for line in read_metrics(folder.parents[1] / run / METRICS)]
     return lines
+
+
+def join_runs(records: Mapping[str, Record], facts: Mapping[str, dict[str, Any]], names: Iterable[str]) -> Results:
+    """Return the rows of runs, those of comparisons from the runs of their variants.
+
+    Args:
+        records, facts: by name, also of variants that are not shown themselves.
+        names: of the runs that are shown.
+    """
+    measured = {name: measured_rows(record, facts[name]) for name, record in records.items()}
+    runs: list[dict[str, Any]] = []
+    rows: list[Any] = []
+    for name in sorted(names, key=lambda name: (facts[name]["is_variant"], records[name].started)):
+        record, joined, variant = records[name], measured[name], facts[name]["variant"]
+        variants = find_variants(name, records)
+        seconds = [record.wall_seconds, *(records[run].wall_seconds for run in variants.values())]
+        runs.append(facts[name] | {"total_seconds": None if None in seconds else sum(filter(None, seconds))})
+        shared = {fact: facts[name][fact] for fact in RUN_FACTS}
+        if record.variants:
+            shared["first_variant"] = record.variants[0].name
+            of_variant = {variant: records[run] for variant, run in variants.items()}
+            joined = join_variants(of_variant, {variant: measured[run] for variant, run in variants.items()})
+            joined += pair_variants(record, of_variant, joined)
+        elif variant:
+            shared["variant"] = variant
+        rows += [row._replace(**shared) for row in joined]
+    return Results(pd.DataFrame(runs).convert_dtypes().set_index("run") if runs else pd.DataFrame(), to_frame(rows))
+
+
+def measured_rows(record: Record, facts: Mapping[str, Any]) -> list[Any]:
+    """Return the rows of a run's own measurements."""
+    rows = [to_row(measurement) for measurement in record.measurements]
+    router = {"causal": facts["is_causal"], "name": record.method.get("name")}
+    parts = [
+        *quality_rows(rows, record), *benchmark_rows(rows), *probe_rows(rows), *speed_rows(rows),
+        *(row._replace(**router) for row in group_rows(rows)), *detail_rows(rows),
+    ]  # fmt: skip
+    shared = {name: facts[name] for name in VARIANT_FACTS}
+    own_tokens = ({"train_tokens": int(row.own_tokens)} if row.own_tokens else {} for row in parts)
+    return [row._replace(**shared | tokens) for row, tokens in zip(parts, own_tokens, strict=True)]
 
 
 def describe_run(name: str, record: Record) -> dict[str, Any]:
@@ -176,8 +194,9 @@ def standard_error(row: Any, dof: float | None) -> float | None:
     return None if dof is None or row.low is None else (row.high - row.low) / 2 / student(dof)
 
 
-def quality_rows(rows: list[Any], primary: str) -> Iterator[Any]:
+def quality_rows(rows: list[Any], record: Record) -> Iterator[Any]:
     """Yield perplexity, loss and its paired changes, for each routing, control and phase."""
+    primary, parameters = record.primary_variant, trained_parameters(record)
     subjects: dict[str, dict[str, Any]] = {}  # what else was measured of each
     for row in rows:
         if row.reference is None and row.task is None:
@@ -191,7 +210,7 @@ def quality_rows(rows: list[Any], primary: str) -> Iterator[Any]:
             mask_active=is_mask_active(row), distant_density=other["distant_density"],
             largest_group=other["largest_group_fraction"], dof=None, n=None,
             own_tokens=other["training_tokens"], primary=row.variant == primary and not row.phase,
-            trainable_params=0 if row.kind == "base" else None,
+            trainable_params=0 if row.kind == "base" else None if row.phase else parameters,
         )  # fmt: skip
         if row.metric == "nll_change":
             made = made._replace(
@@ -312,22 +331,3 @@ def detail_rows(rows: list[Any]) -> Iterator[Any]:
             yield row._replace(source="generation")
         elif row.metric.startswith("class_nll"):
             yield row._replace(source="costs", variant=row.word_class, metric=f"{row.metric} {row.variant}")
-
-
-def join_runs(runs: dict[str, LoadedRun]) -> Results:
-    """Return the rows of runs, and those of comparisons from their variants."""
-    facts, rows = [], []
-    loaded = {id(run.record): run for run in runs.values()}
-    for run in sorted(runs.values(), key=lambda run: (run.facts["is_variant"], run.record.started)):
-        shared, name = {name: run.facts[name] for name in RUN_FACTS}, run.facts["variant"]
-        total = [run.record.wall_seconds, *(variant.wall_seconds for variant in run.variants.values())]
-        facts.append(run.facts | {"total_seconds": None if None in total else sum(filter(None, total))})
-        if run.record.variants:
-            shared["first_variant"] = run.record.variants[0].name
-            variants = {v: loaded.get(id(record)) or LoadedRun(v, record, {}) for v, record in run.variants.items()}
-            made = join_variants(run.variants, {v: variant.rows for v, variant in variants.items()})
-            made += pair_variants(run.record, run.variants, made)
-        else:
-            made = [row._replace(variant=name) for row in run.rows] if name else run.rows
-        rows += [row._replace(**shared) for row in made]
-    return Results(pd.DataFrame(facts).convert_dtypes().set_index("run") if facts else pd.DataFrame(), to_frame(rows))

@@ -22,7 +22,7 @@ from focus_exp.config_hash import flatten
 from focus_exp.errors import UserError
 from focus_exp.results.losses import KEY, Losses
 from focus_exp.results.measurement import COLUMNS, from_frame, to_frame
-from focus_exp.results.record import RECORD, Record, VariantRun
+from focus_exp.results.record import RECORD, Record
 from focus_exp.results.setup import setup_key
 from focus_exp.storage import replace_file
 
@@ -133,25 +133,26 @@ def _write_parquet(path: Path, frames: Iterable[pd.DataFrame]) -> None:
     replace_file(path, content.getvalue())
 
 
-def find_variants(name: str, record: Record, runs: Mapping[str, Record]) -> dict[str, Record]:
-    """Return the run of each variant of a comparison, by variant; without those that are gone or were repeated since.
+def find_variants(name: str, runs: Mapping[str, Record]) -> dict[str, str]:
+    """Return the name of the run of each variant of a comparison; without those that are gone or were repeated since.
 
     Args:
         name: of the comparison.
         runs: by name; the variants have the same experiment.
     """
     experiment = name.split("/")[:-2]
-    places = {v.name: "/".join([*experiment, *Path(v.folder).parts[-2:]]) for v in record.variants}
-    return {v.name: runs[places[v.name]] for v in record.variants if is_run_of(runs.get(places[v.name]), v)}
+    names = {v.name: "/".join([*experiment, *_place(v.folder)]) for v in runs[name].variants}
+    started = {v.name: v.started for v in runs[name].variants}
+    return {v: run for v, run in names.items() if run in runs and runs[run].started == started[v]}
 
 
-def load_variants(folder: Path, record: Record) -> dict[str, Record]:
-    """Return the run of each variant of the comparison in `folder`, as `find_variants`."""
-    root, names = folder.parent.parent, ["/".join(Path(v.folder).parts[-2:]) for v in record.variants]
-    runs = {name: Record.load(root / name / RECORD) for name in names if (root / name / RECORD).exists()}
-    return find_variants(f"{folder.parent.name}/{folder.name}", record, runs)
+def load_variants(folder: Path) -> tuple[str, dict[str, Record]]:
+    """Return the name of the run in a folder, and by name that run and those of its variants."""
+    record, root, name = Record.load(folder / RECORD), folder.parents[1], "/".join(_place(folder))
+    names = ["/".join(_place(variant.folder)) for variant in record.variants]
+    return name, {name: record} | {n: Record.load(root / n / RECORD) for n in names if (root / n / RECORD).exists()}
 
 
-def is_run_of(run: Record | None, variant: VariantRun) -> bool:
-    """Return whether a comparison read this record of its variant."""
-    return run is not None and run.started == variant.started
+def _place(folder: str | Path) -> tuple[str, ...]:
+    """Return the part of a run's folder below its experiment."""
+    return Path(folder).parts[-2:]
