@@ -45,6 +45,20 @@ def percent(fraction: Any) -> float | None:
     return None if pd.isna(fraction) else 100 * float(fraction)
 
 
+SCALES = {"fraction": percent, "nats": to_percent}  # of a change, by its unit; of others as it is
+
+
+def format_percent(fraction: Any, digits: int = 1) -> str:
+    """Format a fraction in per cent."""
+    return format_number(percent(fraction), digits)
+
+
+def format_change(value: Any, low: Any, high: Any, unit: str, sign: bool = True) -> str:
+    """Format a change with its 95 % interval, in per cent or points: one in nats as that of the perplexity."""
+    scale = SCALES.get(unit, lambda number: number)
+    return format_interval(scale(value), scale(low), scale(high), sign=sign)
+
+
 def to_markdown(table: pd.DataFrame) -> str:
     """Return a pipe table; cells must be text."""
     lines = [list(table.columns), ["---"] * len(table.columns), *table.astype(str).values.tolist()]

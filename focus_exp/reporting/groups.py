@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 import pandas as pd
 
 from focus_exp.reporting.figures import COLORS
-from focus_exp.reporting.format import ABSENT, format_number, format_significant, percent
+from focus_exp.reporting.format import ABSENT, format_number, format_percent, format_significant
 from focus_exp.reporting.frame import filter_rows, to_rows
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_specs import paper_rows
@@ -73,16 +73,16 @@ def groups_table(groups: pd.DataFrame) -> pd.DataFrame:
             shown[name] = [format_number(row[name], 0) for row in rows]
     shown["group"] = [str(row["group"]) for row in rows]
     shown["name"] = [name_group(row) for row in rows]
-    shown["size [%]"] = [format_number(percent(row["size"]), 1) for row in rows]
+    shown["size [%]"] = [format_percent(row["size"]) for row in rows]
     shown["tokens (in group/in text)"] = [row["tokens"] or ABSENT for row in rows]
     for name in groups.columns[len(KEYS) :]:
-        shown[f"{name} [%]"] = [format_number(percent(row[name]), 0) for row in rows]
+        shown[f"{name} [%]"] = [format_percent(row[name], 0) for row in rows]
     return pd.DataFrame(shown)
 
 
 def name_group(row: dict[str, Any]) -> str:
     """Return the most frequent word class of a group and its percentage."""
-    return f"{row['word_class']} ({format_number(percent(row['purity']), 0)} %)"
+    return f"{row['word_class']} ({format_percent(row['purity'], 0)} %)"
 
 
 def groups_by_layer(rows: pd.DataFrame) -> pd.DataFrame:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from focus_exp.reporting.format import format_percent
 from focus_exp.reporting.frame import aggregate_seeds, filter_rows, mean_of, to_frame, to_rows
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_specs import BASE, TABLES, Column, Place, Spec, key_of, paper_rows
@@ -128,7 +129,7 @@ class Entry:
         needs = self.spec.needs if self.place.needs is None else self.place.needs
         variants = self.place.names or [str(row.name) for row in last if row.source != "speed"]
         return {
-            "sparsity": _distinct("-" if density is None else f"{100 * density:.1f}" for density in densities),
+            "sparsity": _distinct(map(format_percent, densities)),
             "variant": _distinct(variants),
             "causal": all(row.causal is not False for row in last) if last else None,
             "used_model": _distinct(row.model for row in flat or runs),

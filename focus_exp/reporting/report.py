@@ -15,13 +15,13 @@ from focus_exp.reporting.claims import DIFFERENT_ROUTER, VERDICTS, evaluate_clai
 from focus_exp.reporting.figures import describe_timing, report_figures, save_figures, untimed_methods
 from focus_exp.reporting.format import (
     ABSENT,
+    format_change,
     format_interval,
     format_number,
+    format_percent,
     format_significant,
-    percent,
     to_latex,
     to_markdown,
-    to_percent,
 )
 from focus_exp.reporting.frame import read_yaml
 from focus_exp.reporting.groups import (
@@ -145,7 +145,7 @@ def verdict_table(claims: pd.DataFrame) -> pd.DataFrame:
             "claim": claims.claim,
             "paper": claims.paper,
             "measured (95 % CI)": [ABSENT if row["verdict"] == DIFFERENT_ROUTER else claim_value(row) for row in rows],
-            "sparsity [%]": [format_number(percent(x), 1) for x in claims.sparsity],
+            "sparsity [%]": [format_percent(x) for x in claims.sparsity],
             "seeds": [format_number(x, 0) for x in claims.seeds],
             "models": [format_number(x, 0) for x in claims.models],
             "verdict": [row["verdict"] + REDUCED_BUDGET * row["reduced_budget"] for row in rows],
@@ -175,14 +175,11 @@ def claim_value(row: dict[str, Any]) -> str:
     value, low, high, unit = (row[name] for name in ("value", "low", "high", "unit"))
     if pd.isna(value):
         return ABSENT
-    if unit == "nats":
-        return format_interval(to_percent(value), to_percent(low), to_percent(high), 1, sign=True) + " %"
     if unit == "x":
         at = "" if pd.isna(row["tokens"]) else f" at {int(row['tokens']):,} tokens"
         return f"{format_significant(value)}x{at}"
-    return format_interval(percent(value), percent(low), percent(high)) + (
-        " points" if row["reference"] == "full attention" else " %"
-    )
+    is_points = unit != "nats" and row["reference"] == "full attention"
+    return format_change(value, low, high, unit, sign=unit == "nats") + (" points" if is_points else " %")
 
 
 def display_table(table: pd.DataFrame) -> pd.DataFrame:
@@ -290,7 +287,7 @@ def methods_table(methods: pd.DataFrame) -> pd.DataFrame:
     shown = {"method": [row["method"] for row in rows]}
     for tokens in (1024, 8192):
         label = f"{tokens:,}"
-        shown[f"sparsity at {label} [%]"] = [format_number(percent(row[f"sparsity_{tokens}"]), 1) for row in rows]
+        shown[f"sparsity at {label} [%]"] = [format_percent(row[f"sparsity_{tokens}"]) for row in rows]
         shown[f"ΔPPL at {label} [%]"] = [
             format_interval(row[f"change_{tokens}"], row[f"low_{tokens}"], row[f"high_{tokens}"], sign=True)
             for row in rows

@@ -15,12 +15,11 @@ import pandas as pd
 from focus_exp.reporting.figures import loss_curves, save_figures
 from focus_exp.reporting.format import (
     ABSENT,
-    format_interval,
+    format_change,
     format_number,
+    format_percent,
     format_significant,
-    percent,
     to_markdown,
-    to_percent,
 )
 from focus_exp.reporting.frame import filter_rows, read_yaml, to_rows
 from focus_exp.reporting.groups import draw_passages, groups_by_layer, pairs_of_run
@@ -30,7 +29,6 @@ from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import replace_file
 
 TABLE = "table.md"
-SCALES = {"fraction": percent, "nats": to_percent}  # of a change, by its unit; of others as it is
 
 
 def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
@@ -103,9 +101,9 @@ def quality_table(rows: pd.DataFrame) -> pd.DataFrame:
             "perplexity": "failed" if row.error else format_number(row.value),
             "ΔPPL [%], base": _change(changes.get(_key(row, BASE))),
             f"ΔPPL [%], {reference}"[:25]: _change(changes.get(_key(row, reference))),
-            "sparsity [%]": _percent(row.sparsity),
-            "distant density [%]": _percent(row.distant_density),
-            "largest group [%]": _percent(row.largest_group),
+            "sparsity [%]": format_percent(row.sparsity),
+            "distant density [%]": format_percent(row.distant_density),
+            "largest group [%]": format_percent(row.largest_group),
             "causal": "no" if row.causal is False else "yes",
         }
         for row in scored
@@ -123,11 +121,7 @@ def _key(row: Any, reference: str | None = None) -> tuple[Any, ...]:
 
 
 def _change(row: Any) -> str:
-    if row is None:
-        return ABSENT
-    scale = SCALES.get(row.unit)
-    value, low, high = (scale(bound) if scale else bound for bound in (row.value, row.low, row.high))
-    return format_interval(value, low, high, sign=True)
+    return ABSENT if row is None else format_change(row.value, row.low, row.high, row.unit)
 
 
 def benchmark_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -136,20 +130,16 @@ def benchmark_table(rows: pd.DataFrame) -> pd.DataFrame:
     changes = {_key(row, BASE): row for row in changed}
     shown = []
     for row in to_rows(filter_rows(rows, {"source": "benchmarks", "metric": "score"})):
-        fraction = row.unit == "fraction"
+        failure = row.error and ("left out" if row.left_out else "failed")
         shown.append(
             {
                 "task": row.task,
                 "metric": row.task_metric or ABSENT,
                 "variant": BASE if row.kind == "base" or row.variant is None else row.variant,
                 "routing": row.subject.partition(f" {row.task} ")[0],
-                "score": ("left out" if row.left_out else "failed")
-                if row.error
-                else _percent(row.value)
-                if fraction
-                else format_number(row.value),
+                "score": failure or (format_percent if row.unit == "fraction" else format_number)(row.value),
                 "change": _change(changes.get(_key(row, BASE))),
-                "sparsity [%]": _percent(row.sparsity) + (" †" if row.mask_active is False else ""),
+                "sparsity [%]": format_percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),
             }
         )
@@ -204,10 +194,6 @@ RUN_TABLES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "Cost by word class": partial(pivot_table, source="costs", index=["variant"]),
     "Generation": partial(pivot_table, source="generation", index=["variant"]),
 }
-
-
-def _percent(fraction: Any) -> str:
-    return format_number(percent(fraction), 1)
 
 
 def _milliseconds(seconds: Any) -> float | None:
