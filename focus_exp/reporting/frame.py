@@ -33,7 +33,7 @@ VARIANT_FACTS = (
 # what was measured, and what tells apart rows of one variant and metric: settings of the measurement
 SETTINGS = (
     *("kind", "method", "causal", "top_k", "pair_rule", "phase", "step", "trainable", "layer", "head", "group"),
-    *("word_class", "task", "lm_eval_metric", "task_version", "primary_metric", "deciding_metric", "clock", "groups"),
+    *("word_class", "task", "task_metric", "version", "primary", "deciding", "clock", "groups"),
     *("assignment", "path", "dtype", "tokens", "token_counts", "token_totals", "token_texts", "token_groups"),
     *("query", "key", "query_word", "key_word", "router", "prompt", "dof", "error", "left_out"),
 )
@@ -45,27 +45,26 @@ SETTINGS = (
 MEASURED = (
     *("source", "subject", "name", "variant", "metric", "value", "low", "high", "unit", "reference", "n", "n_units"),
     *("stderr", "level", "reference_level", "density", "sparsity", "distant_density", "largest_group", "mask_active"),
-    *("primary", "deciding", "task_metric", "version", "case", "own_tokens", "trainable_params"),
+    *("case", "own_tokens", "trainable_params"),
     *("variant_setup", "first_variant", "reversed", "reference_causal", "reference_setup"),
     *("size_ratio", "same_prefix"),
 )
 AGGREGATED = ("seeds", "members", "deviation", "seed_deviation")  # of an aggregate
 
-COLUMNS = list(dict.fromkeys([*RUN_FACTS, *VARIANT_FACTS, *MEASURED, *SETTINGS]))
+COLUMNS = [*RUN_FACTS, *VARIANT_FACTS, *MEASURED, *SETTINGS, *AGGREGATED]
 # one measurement, or one aggregate of several seeds; missing cells are None, another name raises
 _make_type: Any = namedtuple  # of names that are not literals
-Row: Any = _make_type("Row", [*COLUMNS, *AGGREGATED], defaults=[None] * len([*COLUMNS, *AGGREGATED]))
+Row: Any = _make_type("Row", COLUMNS, defaults=[None] * len(COLUMNS))
 
 
 def to_frame(rows: Iterable[Any]) -> pd.DataFrame:
     """Return a frame of rows, of which a missing cell is None."""
-    return pd.DataFrame([*rows], columns=Row._fields, dtype=object)
+    return pd.DataFrame([*rows], columns=COLUMNS, dtype=object)
 
 
 def to_rows(frame: pd.DataFrame) -> list[Any]:
     """Return the rows of a frame as named tuples."""
-    fields = [*Row._fields]
-    cells = frame if frame.columns.tolist() == fields else frame[fields]
+    cells = frame if frame.columns.tolist() == COLUMNS else frame[COLUMNS]
     return [*map(Row._make, cells.to_numpy(object).tolist())]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.comparison import join_variants, pair_variants, trained_parameters
-from focus_exp.reporting.frame import COLUMNS, RUN_FACTS, VARIANT_FACTS, Row, filter_rows, to_frame
+from focus_exp.reporting.frame import RUN_FACTS, SETTINGS, VARIANT_FACTS, Row, filter_rows, to_frame
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
 from focus_exp.results.metrics import METRICS, read_metrics
@@ -23,6 +23,11 @@ from focus_exp.results.setup import setup_key
 
 QUICK = "quick"
 QUALITY = ("perplexity", "nll", "nll_change")
+# settings of a measurement -> their columns, where these have other names
+SETTING_COLUMNS = {
+    "seq_len": "tokens", "lm_eval_metric": "task_metric", "task_version": "version", "primary_metric": "primary",
+    "deciding_metric": "deciding",
+}  # fmt: skip
 SUBJECT_METRICS = ("perplexity", "nll", "distant_density", "largest_group_fraction", "training_tokens")  # of a subject
 
 
@@ -115,15 +120,13 @@ def join_runs(records: Mapping[str, Record], facts: Mapping[str, dict[str, Any]]
 
 def measured_rows(record: Record, facts: Mapping[str, Any]) -> list[Any]:
     """Return the rows of a run's own measurements."""
-    rows = [to_row(measurement) for measurement in record.measurements]
-    router = {"causal": facts["is_causal"], "name": record.method.get("name")}
-    parts = [
+    template = Row(causal=True, **{name: facts[name] for name in VARIANT_FACTS})
+    rows = [to_row(measurement, template) for measurement in record.measurements]
+    router = template._replace(causal=facts["is_causal"], name=record.method.get("name"))
+    return [
         *quality_rows(rows, record), *benchmark_rows(rows), *probe_rows(rows), *speed_rows(rows),
-        *(row._replace(**router) for row in group_rows(rows)), *detail_rows(rows),
+        *group_rows(rows, router), *detail_rows(rows),
     ]  # fmt: skip
-    shared = {name: facts[name] for name in VARIANT_FACTS}
-    own_tokens = ({"train_tokens": int(row.own_tokens)} if row.own_tokens else {} for row in parts)
-    return [row._replace(**shared | tokens) for row, tokens in zip(parts, own_tokens, strict=True)]
 
 
 def describe_run(name: str, record: Record) -> dict[str, Any]:
@@ -168,18 +171,22 @@ def name_architecture(record: Record) -> str | None:
     )
 
 
-def to_row(m: Measurement) -> Any:
-    """Return the columns and settings of a measurement, None for missing ones."""
+def to_row(m: Measurement, template: Any) -> Any:
+    """Return the columns and settings of a measurement, None for missing ones.
+
+    Args:
+        template: has the facts of its run.
+    """
     value, low, high, density = (None if x is None or math.isnan(x) else x for x in (m.value, m.low, m.high, m.density))
-    phase, case = m.settings.get("phase"), str(m.settings) if "clock" in m.settings else None
-    cells = {
-        "variant": m.variant, "name": m.variant, "subject": m.variant + (f", after {phase}" if phase else ""),
-        "metric": m.metric, "value": value, "low": low, "high": high, "unit": m.unit, "n": m.n,
-        "reference": m.reference or None, "density": density, "sparsity": None if density is None else 1 - density,
-        "case": case,
-    }  # fmt: skip
-    settings = {key: cell for key, cell in m.settings.items() if key in COLUMNS and key not in ("source", "stderr")}
-    return Row(**{"causal": True} | settings | cells)
+    settings = {SETTING_COLUMNS.get(key, key): cell for key, cell in m.settings.items()}
+    phase = settings.get("phase")
+    return template._replace(
+        **{name: settings[name] for name in SETTINGS if name in settings},
+        variant=m.variant, name=m.variant, subject=m.variant + (f", after {phase}" if phase else ""),
+        metric=m.metric, value=value, low=low, high=high, unit=m.unit, n=m.n, reference=m.reference or None,
+        density=density, sparsity=None if density is None else 1 - density,
+        case=str(m.settings) if "clock" in m.settings else None,
+    )  # fmt: skip
 
 
 def is_mask_active(row: Any) -> bool | None:
@@ -205,11 +212,13 @@ def quality_rows(rows: list[Any], record: Record) -> Iterator[Any]:
         if row.kind is None or row.task is not None or row.metric not in QUALITY:
             continue
         other = dict.fromkeys(SUBJECT_METRICS) | subjects.get(row.subject, {})
+        own_tokens = other["training_tokens"]
         made = row._replace(
             source="phases" if row.phase else "rows", variant=None,
             mask_active=is_mask_active(row), distant_density=other["distant_density"],
             largest_group=other["largest_group_fraction"], dof=None, n=None,
-            own_tokens=other["training_tokens"], primary=row.variant == primary and not row.phase,
+            own_tokens=own_tokens, train_tokens=int(own_tokens) if own_tokens else row.train_tokens,
+            primary=row.variant == primary and not row.phase,
             trainable_params=0 if row.kind == "base" else None if row.phase else parameters,
         )  # fmt: skip
         if row.metric == "nll_change":
@@ -234,9 +243,9 @@ def benchmark_rows(rows: list[Any]) -> Iterator[Any]:
     rows = [row for row in rows if row.task is not None]
     density = {(row.variant, row.task): row.value for row in rows if row.metric.startswith("distant_density:")}
     scored = [row for row in rows if row.kind is not None]
-    scores = {(row.variant, row.task, row.lm_eval_metric): row.value for row in scored if row.reference is None}
+    scores = {(row.variant, row.task, row.task_metric): row.value for row in scored if row.reference is None}
     for row in scored:
-        score = scores.get((row.variant, row.task, row.lm_eval_metric))
+        score = scores.get((row.variant, row.task, row.task_metric))
         cells: dict[str, Any] = {"metric": "score", "dof": None}
         if row.reference is not None:
             dof = math.inf if row.dof is None and row.unit == "fraction" else row.dof  # of a fraction it is normal
@@ -248,10 +257,8 @@ def benchmark_rows(rows: list[Any]) -> Iterator[Any]:
             if score is not None and row.value is not None:
                 cells["reference_level"] = score * exp(-row.value) if row.unit == "nats" else score - row.value
         yield row._replace(
-            **cells, source="benchmarks", subject=f"{row.variant} {row.task} {row.lm_eval_metric or ''}", name=None,
-            tokens=row.seq_len, mask_active=is_mask_active(row), distant_density=density.get((row.variant, row.task)),
-            primary=row.primary_metric, deciding=row.deciding_metric, task_metric=row.lm_eval_metric,
-            version=row.task_version,
+            **cells, source="benchmarks", subject=f"{row.variant} {row.task} {row.task_metric or ''}", name=None,
+            mask_active=is_mask_active(row), distant_density=density.get((row.variant, row.task)),
         )  # fmt: skip
 
 
@@ -283,7 +290,7 @@ def speed_rows(rows: list[Any]) -> list[Any]:
             ours, full = (sides.get((row.case, side, is_full)) for is_full in (False, True))
             cells: dict[str, Any] = {
                 "source": "method_speed" if row.groups is None else "speed", "reference": "full attention",
-                "tokens": row.seq_len, "variant": None, "name": None, "n": None, "layer": None,
+                "variant": None, "name": None, "n": None, "layer": None,
                 "level": None if ours is None else factor * ours,
                 "reference_level": None if full is None else factor * full,
             }  # fmt: skip
@@ -294,8 +301,12 @@ def speed_rows(rows: list[Any]) -> list[Any]:
     return made
 
 
-def group_rows(rows: list[Any]) -> Iterator[Any]:
-    """Yield medians over layers of the groups; the paper does not name its layers."""
+def group_rows(rows: list[Any], router: Any) -> Iterator[Any]:
+    """Yield medians over layers of the groups; the paper does not name its layers.
+
+    Args:
+        router: a row with the facts of the router.
+    """
     columns = ["variant", "metric", "layer", "head", "word_class", "value"]
     cells = [[getattr(row, name) for name in columns] for row in rows if row.variant == "router"]
     frame = pd.DataFrame(cells, columns=columns)
@@ -314,7 +325,7 @@ def group_rows(rows: list[Any]) -> Iterator[Any]:
         "affinity": values["pair_affinity"].value.max() if "pair_affinity" in values else None,
     }
     for metric, value in made.items():
-        yield Row(source="groups", metric=metric, value=value, unit="fraction")
+        yield router._replace(source="groups", metric=metric, value=value, unit="fraction")
 
 
 def detail_rows(rows: list[Any]) -> Iterator[Any]:
