@@ -15,7 +15,7 @@ from focus_exp.reporting.frame import (
     to_frame,
     to_rows,
 )
-from focus_exp.results.intervals import Estimate, needed, over_seeds, student
+from focus_exp.results.intervals import Estimate, combine_seeds, required_size, student
 
 
 def make_row(**cells):
@@ -192,7 +192,7 @@ def make_seed(seed, value, stderr=0.01, **cells):
 def test_aggregate_seeds_uses_over_seeds():
     rows = [make_seed(seed, value) for seed, value in enumerate((0.1, 0.2, 0.3))]
     (total,) = aggregate_seeds(to_frame(rows))
-    expected = over_seeds([Estimate(row.value, row.stderr, row.dof) for row in rows])
+    expected = combine_seeds([Estimate(row.value, row.stderr, row.dof) for row in rows])
     assert (total.value, total.low, total.high) == (expected.value, *expected.bounds)
     assert total.seeds == (0, 1, 2)
     assert total.seed_deviation == pytest.approx(0.1)
@@ -229,8 +229,8 @@ def test_aggregate_seeds_keeps_setups_apart(column):
 def test_required_sample_grows_with_comparisons():
     row = make_row(deviation=0.1, seed_deviation=0.05, n_units=6, seeds=(0, 1, 2))
     one, several = required_sample(row, 0.02), required_sample(row, 0.02, comparisons=4)
-    assert one["required_units"] == needed(0.1, 0.02)
-    assert one["required_seeds"] == needed(0.05, 0.02)
+    assert one["required_units"] == required_size(0.1, 0.02)
+    assert one["required_seeds"] == required_size(0.05, 0.02)
     assert several["required_units"] > one["required_units"]
 
 

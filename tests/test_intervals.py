@@ -11,7 +11,7 @@ from scipy import stats
 
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.errors import UserError
-from focus_exp.results.intervals import Estimate, estimate, needed, over_seeds, student, units_of
+from focus_exp.results.intervals import Estimate, assign_units, combine_seeds, estimate, required_size, student
 from focus_exp.results.losses import Losses, read_losses, write_losses
 
 RUNS = 1500
@@ -42,7 +42,7 @@ def coverage(draw: Callable, sequences: tuple[int, ...], shared: float = 0, seed
         own, common = draw(rng, len(documents)), draw(rng, len(sequences))[documents]
         text = np.sqrt(1 - shared) * own + np.sqrt(shared) * common
         moved = rng.standard_normal(seeds) * deviation * text.std() / np.sqrt(len(text))
-        low, high = over_seeds([estimate(text + x, None, documents.tolist()) for x in moved]).bounds
+        low, high = combine_seeds([estimate(text + x, None, documents.tolist()) for x in moved]).bounds
         covered += low <= 0 <= high
     return covered / RUNS
 
@@ -92,34 +92,39 @@ def test_estimate_sequences_of_a_document_are_one_unit(sizes, seed):
 
 
 def test_units_of_few_documents_are_sequences():
-    assert units_of(["a", "b", "a"]).tolist() == [0, 1, 2] and units_of(["a", "b", "a", "c"]).tolist() == [0, 1, 0, 2]
+    assert assign_units(["a", "b", "a"]).tolist() == [0, 1, 2] and assign_units(["a", "b", "a", "c"]).tolist() == [
+        0,
+        1,
+        0,
+        2,
+    ]
     assert estimate([1.0, 2.0, 4.0], None, ["a", "a", "b"]) == estimate([1.0, 2.0, 4.0])
     assert estimate([1.0]).bounds == (None, None)
 
 
 @given(values=st.lists(st.floats(-1, 1), min_size=2, max_size=6), stderr=st.floats(0.001, 1), n=st.integers(3, 60))
 def test_over_seeds_keeps_the_error_of_the_text(values, stderr, n):
-    found = over_seeds([Estimate(value, stderr, n - 1) for value in values])
+    found = combine_seeds([Estimate(value, stderr, n - 1) for value in values])
     between = np.var(values, ddof=1) / len(values)
     assert found.value == pytest.approx(np.mean(values)) and found.stderr == pytest.approx(
         math.sqrt(stderr**2 + between)
     )
     assert min(n, len(values)) - 1 - 1e-6 <= found.freedom <= n + len(values)
-    same = over_seeds([Estimate(values[0], stderr, n - 1)] * len(values))
+    same = combine_seeds([Estimate(values[0], stderr, n - 1)] * len(values))
     assert same.bounds == pytest.approx(Estimate(values[0], stderr, n - 1).bounds, abs=1e-9)
 
 
 def test_over_seeds_without_text_error_is_t_over_seeds():
-    found = over_seeds([Estimate(value) for value in (0.3, 0.4, 0.8)])
+    found = combine_seeds([Estimate(value) for value in (0.3, 0.4, 0.8)])
     low, high = stats.t.interval(0.95, 2, 0.5, stats.sem([0.3, 0.4, 0.8]))
     assert found.bounds == pytest.approx((low, high))
-    assert over_seeds([Estimate(1.0, 0.1, 5)]) == Estimate(1.0, 0.1, 5)
-    assert over_seeds([Estimate(1.0, 0.1, 5), Estimate(1.0)]).bounds == (None, None)
+    assert combine_seeds([Estimate(1.0, 0.1, 5)]) == Estimate(1.0, 0.1, 5)
+    assert combine_seeds([Estimate(1.0, 0.1, 5), Estimate(1.0)]).bounds == (None, None)
 
 
 @pytest.mark.parametrize("several", [1, 4])
 def test_needed_units_have_80_percent_power(several):
-    count, rng = needed(2.0, 1.0, several), np.random.default_rng(0)
+    count, rng = required_size(2.0, 1.0, several), np.random.default_rng(0)
     x = rng.normal(1.0, 2.0, (4000, count))
     t = x.mean(1) / (x.std(1, ddof=1) / math.sqrt(count))
     assert np.mean(abs(t) > student(count - 1, several)) == pytest.approx(0.8, abs=0.03)

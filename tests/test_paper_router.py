@@ -11,7 +11,7 @@ from builders import compose_config
 from focus_exp.reporting.claims import Claim, evaluate_claims, keeps
 from focus_exp.reporting.frame import Row, read_yaml, to_frame
 from focus_exp.reporting.load import Results, load_results
-from focus_exp.reporting.paper_specs import BASE, TABLES, key_of, paper_rows
+from focus_exp.reporting.paper_specs import BASE, TABLES, join_key, paper_rows
 from focus_exp.reporting.paper_tables import paper_tables
 from focus_exp.reporting.report import verdict_table
 from focus_exp.results.record import Record
@@ -104,7 +104,7 @@ def test_paper_tables_rows_are_run_at_the_papers_budget():
     for make in TABLES:
         spec = make()
         for paper in paper_rows(make.__name__):
-            for place in spec.places(key_of(paper, spec.key)):
+            for place in spec.places(join_key(paper, spec.key)):
                 run = set().union(*map(variants_at_the_papers_budget, place.experiments or spec.experiments))
                 assert set(place.names) <= run | {BASE}, (spec.id, place.names)
 

@@ -27,7 +27,7 @@ from focus_exp.errors import LeftOut, TooLong, UserError, first_line
 from focus_exp.evaluation.perplexity import score, scores_key, sequence_means
 from focus_exp.evaluation.variants import BASE, Variant, attached_variants, full_attention, slug
 from focus_exp.models.load import count_positions
-from focus_exp.results.intervals import FEWEST, NORMAL, estimate, units_of
+from focus_exp.results.intervals import FEWEST, NORMAL, assign_units, estimate
 from focus_exp.results.losses import Losses, benchmark_name
 from focus_exp.results.measurement import Measurement, exp
 from focus_exp.storage import replace_file
@@ -147,7 +147,7 @@ class TaskResult:
         for metric, change in zip(self.metrics, changes, strict=True):
             documents = [document for document, _, _ in metric.scores(self.samples)]
             common: dict[str, Any] = {
-                "variant": variant.name, "density": density, "n": len(set(units_of(documents).tolist())) or None,
+                "variant": variant.name, "density": density, "n": len(set(assign_units(documents).tolist())) or None,
                 "unit": metric.unit(self.samples),
             }  # fmt: skip
             settings = variant.settings | {

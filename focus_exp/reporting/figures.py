@@ -140,16 +140,16 @@ def describe_timing(table: pd.DataFrame) -> str:
 
 def speed_by_length(table: pd.DataFrame) -> Figure | None:
     """Plot the speedup of one layer by sequence length, its bound and the paper's."""
-    known = table[table.clock.isin(["attention", "kernels"]) & (table.method == "focus") & (table.top_k == 1)]
-    known = known[(known.metric == "speedup") & known.value.notna() & (known.assignment == "balanced")]
-    counts = known.groupby("run", sort=False).tokens.nunique()
+    timed = table[table.clock.isin(["attention", "kernels"]) & (table.method == "focus") & (table.top_k == 1)]
+    timed = timed[(timed.metric == "speedup") & timed.value.notna() & (timed.assignment == "balanced")]
+    counts = timed.groupby("run", sort=False).tokens.nunique()
     runs = [run for run, count in counts.items() if count > 2]
     if not runs:
         return None
     figure, axes = make_figure("Speedup of one attention layer over full attention, balanced groups, top-1", 4.2,
                                ncols=len(runs), sharey=True, squeeze=False)  # fmt: skip
     for ax, run in zip(axes.flat, runs, strict=True):
-        rows = known[known.run == run]
+        rows = timed[timed.run == run]
         for groups, color in zip(sorted(rows.groups.dropna().unique()), COLORS, strict=False):
             for clock, style, label in (("attention", "-", "with routing"), ("kernels", ":", "kernels only")):
                 curve = rows[(rows.groups == groups) & (rows.clock == clock)].sort_values("tokens")

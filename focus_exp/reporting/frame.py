@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from focus_exp.results.intervals import Estimate, needed, over_seeds, seed_deviation, student
+from focus_exp.results.intervals import Estimate, combine_seeds, required_size, seed_deviation, student
 from focus_exp.results.measurement import MIN_SPARSITY
 
 MIN_SEEDS = 3
@@ -78,7 +78,7 @@ def filter_rows(frame: pd.DataFrame, cells: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def matches(cell: Any, wanted: Any) -> bool:
-    """Return whether a cell is what `filter_rows` asks for."""
+    """Return whether a cell matches what `filter_rows` takes."""
     if isinstance(wanted, list):
         return any(matches(cell, one) for one in wanted)
     if isinstance(wanted, dict):
@@ -105,7 +105,7 @@ def aggregate_seeds(frame: pd.DataFrame) -> list[Any]:
     """Combine measurements that differ in the seed only.
 
     The latest run of a seed counts. The interval covers the variance of the evaluation documents and of the
-    seeds (`over_seeds`).
+    seeds (`combine_seeds`).
 
     Returns:
         Rows with their cells and
@@ -124,7 +124,7 @@ def _combine(rows: list[Any]) -> Any:
     members = [latest[seed] for seed in sorted(latest, key=lambda seed: seed or 0)]
     first, valued = members[0], [row for row in members if row.value is not None]
     estimates = [Estimate(row.value, row.stderr, row.dof) for row in valued]
-    total = over_seeds(estimates) if estimates else Estimate(float("nan"))
+    total = combine_seeds(estimates) if estimates else Estimate(float("nan"))
     # the interval of a single fraction is not symmetric and is kept as measured
     recompute = len(estimates) > 1 or (total.stderr is not None and first.unit != "fraction")
     low, high = total.bounds if recompute else (first.low, first.high)
@@ -136,8 +136,8 @@ def _combine(rows: list[Any]) -> Any:
         "seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None,
     }  # fmt: skip
     for name in ("density", "sparsity", "distant_density"):
-        known = [getattr(row, name) for row in members if getattr(row, name) is not None]
-        values[name] = fmean(known) if known else None
+        numbers = [getattr(row, name) for row in members if getattr(row, name) is not None]
+        values[name] = fmean(numbers) if numbers else None
     masked = [row.sparsity for row in members if row.mask_active is not None and row.sparsity is not None]
     if masked:
         values["mask_active"] = fmean(masked) >= MIN_SPARSITY
@@ -156,9 +156,9 @@ def required_sample(row: Any, effect: float | None = None, comparisons: int = 1)
         comparisons: number of simultaneous intervals (Bonferroni).
     """
     size = abs(effect) if effect else SMALL_EFFECT
-    units = needed(row.deviation, size, comparisons) if row.deviation else 0
+    units = required_size(row.deviation, size, comparisons) if row.deviation else 0
     if row.seed_deviation:
-        seeds = needed(row.seed_deviation, size, comparisons)
+        seeds = required_size(row.seed_deviation, size, comparisons)
     else:
         seeds = MIN_SEEDS if len(row.seeds) < 2 else 0
     return {
@@ -178,7 +178,7 @@ def is_worse(row: Any, comparisons: int = 1, limit: float = 0.0) -> bool:
     return bool(center - half > limit if row.unit == "nats" else center + half < -limit)
 
 
-def mean_of(values: Iterable[float], percent: bool = False, perplexity: bool = False) -> float:
+def average_seeds(values: Iterable[float], percent: bool = False, perplexity: bool = False) -> float:
     """Return the mean over seeds: of perplexities and changes [%] in log space."""
     values = list(values)
     if percent:

@@ -38,10 +38,10 @@ def describe_groups(rows: pd.DataFrame) -> pd.DataFrame:
     """
     measured = filter_rows(rows, {"source": "analysis", "metric": "ami trained"})
     agreement = {_place(row): row.value for row in to_rows(measured)}
-    made: dict[Any, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
     classes: dict[str, float] = {}
     for row in to_rows(filter_rows(rows, {"source": "word groups"})):
-        cells = made.setdefault((*_place(row), row.group), {"agreement": agreement.get(_place(row)), "tokens": ""})
+        cells = groups.setdefault((*_place(row), row.group), {"agreement": agreement.get(_place(row)), "tokens": ""})
         if row.metric == "class_fraction":
             cells[row.word_class] = row.value
             classes[row.word_class] = classes.get(row.word_class, 0.0) + row.value
@@ -50,7 +50,7 @@ def describe_groups(rows: pd.DataFrame) -> pd.DataFrame:
         else:
             cells |= {name: getattr(row, name) for name in GROUP_CELLS if getattr(row, name) is not None}
             cells |= {"size": row.value, "causal": row.is_causal, "tokens": _list_tokens(row)}
-    return pd.DataFrame(made.values(), columns=[*KEYS, *sorted(classes, key=lambda name: -classes[name])])
+    return pd.DataFrame(groups.values(), columns=[*KEYS, *sorted(classes, key=lambda name: -classes[name])])
 
 
 def _place(row: Any) -> tuple[Any, ...]:

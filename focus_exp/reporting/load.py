@@ -109,9 +109,9 @@ def join_runs(records: Mapping[str, Record], facts: Mapping[str, dict[str, Any]]
         shared = {fact: facts[name][fact] for fact in RUN_FACTS}
         if record.variants:
             shared["first_variant"] = record.variants[0].name
-            of_variant = {variant: records[run] for variant, run in variants.items()}
-            joined = join_variants(of_variant, {variant: measured[run] for variant, run in variants.items()})
-            joined += pair_variants(record, of_variant, joined)
+            runs_by_variant = {variant: records[run] for variant, run in variants.items()}
+            joined = join_variants(runs_by_variant, {variant: measured[run] for variant, run in variants.items()})
+            joined += pair_variants(record, runs_by_variant, joined)
         elif variant:
             shared["variant"] = variant
         rows += [row._replace(**shared) for row in joined]
@@ -213,7 +213,7 @@ def quality_rows(rows: list[Any], record: Record) -> Iterator[Any]:
             continue
         other = dict.fromkeys(SUBJECT_METRICS) | subjects.get(row.subject, {})
         own_tokens = other["training_tokens"]
-        made = row._replace(
+        scored = row._replace(
             source="phases" if row.phase else "rows", variant=None,
             mask_active=is_mask_active(row), distant_density=other["distant_density"],
             largest_group=other["largest_group_fraction"], dof=None, n=None,
@@ -222,13 +222,13 @@ def quality_rows(rows: list[Any], record: Record) -> Iterator[Any]:
             trainable_params=0 if row.kind == "base" else None if row.phase else parameters,
         )  # fmt: skip
         if row.metric == "nll_change":
-            made = made._replace(
+            scored = scored._replace(
                 level=other["perplexity"], reference=name_reference(row),
                 reference_level=None if other["nll"] is None else exp(other["nll"] - row.value),
             )  # fmt: skip
             if row.low is not None:
-                made = made._replace(dof=row.dof or 1.0, n_units=row.n, stderr=standard_error(row, row.dof or 1.0))
-        yield made
+                scored = scored._replace(dof=row.dof or 1.0, n_units=row.n, stderr=standard_error(row, row.dof or 1.0))
+        yield scored
 
 
 def name_reference(row: Any) -> str:
@@ -279,12 +279,11 @@ def probe_rows(rows: list[Any]) -> Iterator[Any]:
                 yield max(trained, key=lambda row: row.value)._replace(metric=f"{metric}_most", step=end)
 
 
-def speed_rows(rows: list[Any]) -> list[Any]:
-    """Return speedups and ratios of peak memory, each with both sides."""
+def speed_rows(rows: list[Any]) -> Iterator[Any]:
+    """Yield speedups and ratios of peak memory, each with both sides."""
     sides: dict[Any, float | None] = {}
     for row in rows:
         sides.setdefault((row.case, row.metric, row.variant == "full"), row.value)
-    made = []
     for row in [row for row in rows if row.metric == "speedup"]:
         for metric, side, factor in (("speedup", "latency_ms", 1e-3), ("peak_memory", "peak_memory_bytes", 1.0)):
             ours, full = (sides.get((row.case, side, is_full)) for is_full in (False, True))
@@ -295,10 +294,9 @@ def speed_rows(rows: list[Any]) -> list[Any]:
                 "reference_level": None if full is None else factor * full,
             }  # fmt: skip
             if metric == row.metric:
-                made.append(row._replace(**cells))
+                yield row._replace(**cells)
             elif ours is not None and full is not None:
-                made.append(row._replace(**cells, metric=metric, unit="x", value=ours / full))
-    return made
+                yield row._replace(**cells, metric=metric, unit="x", value=ours / full)
 
 
 def group_rows(rows: list[Any], router: Any) -> Iterator[Any]:
@@ -317,14 +315,14 @@ def group_rows(rows: list[Any], router: Any) -> Iterator[Any]:
     fractions = values["group_fraction"].dropna(subset="word_class").groupby(layers, dropna=False).value
     purity = pure[pure.word_class == "punctuation"].groupby(layers, dropna=False).value.max().tolist()
     confidence = values["layer_confidence"].value
-    made = {
+    medians = {
         "punctuation_purity": median([*purity, *[0.0] * (len(confidence) - len(purity))]),
         "group_confidence": confidence.mean(),
         "smallest_group": fractions.min().median(),
         "largest_group": fractions.max().median(),
         "affinity": values["pair_affinity"].value.max() if "pair_affinity" in values else None,
     }
-    for metric, value in made.items():
+    for metric, value in medians.items():
         yield router._replace(source="groups", metric=metric, value=value, unit="fraction")
 
 

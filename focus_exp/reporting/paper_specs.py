@@ -85,7 +85,7 @@ class Spec:
 
     Args:
         key: the columns of the paper that name a row.
-        rows: the places of each, by its key (`key_of`); those that the paper lacks come last.
+        rows: the places of each, by its key (`join_key`); those that the paper lacks come last.
         is_shown: in the Markdown report.
     """
 
@@ -114,7 +114,7 @@ def paper_rows(table: str) -> list[dict[str, Any]]:
     return [dict(zip(content["columns"], row, strict=True)) for row in content["rows"]]
 
 
-def key_of(row: dict[str, Any], names: list[str]) -> str:
+def join_key(row: dict[str, Any], names: list[str]) -> str:
     """Return the cells that name a row, those that it has, with a space between them."""
     cells = (row[name] for name in names if row.get(name) is not None)
     return " ".join(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells)

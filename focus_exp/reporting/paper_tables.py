@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.format import format_percent
-from focus_exp.reporting.frame import aggregate_seeds, filter_rows, mean_of, to_frame, to_rows
+from focus_exp.reporting.frame import aggregate_seeds, average_seeds, filter_rows, to_frame, to_rows
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.paper_specs import BASE, TABLES, Column, Place, Spec, key_of, paper_rows
+from focus_exp.reporting.paper_specs import BASE, TABLES, Column, Place, Spec, join_key, paper_rows
 
 FULL = "full attention"
 
@@ -106,7 +106,7 @@ class Entry:
             values: list[Any] = [column.convert(row, "value") for row in rows]
             key = f"ours_{column.key}"
             is_ppl = column.name.startswith("ppl") and not column.origin
-            cells[key] = mean_of(values, bool(column.origin), is_ppl) if values else None
+            cells[key] = average_seeds(values, bool(column.origin), is_ppl) if values else None
             for bound in ("low", "high"):
                 cells[f"{key}_{bound}"] = column.convert(rows[0], bound) if len(rows) == 1 else None
             cells[f"{key}_seeds"] = len(values)
@@ -159,7 +159,7 @@ def _paper_cell(spec: Spec, row: dict[str, Any], column: Column) -> Any:
     after = row.get(column.name)
     if not column.origin:
         return after
-    base = next((other for other in paper_rows(spec.name) if key_of(other, spec.key) == column.origin), None)
+    base = next((other for other in paper_rows(spec.name) if join_key(other, spec.key) == column.origin), None)
     before = base[column.name] if base and base != row else row.get(column.origin)
     return None if before is None or after is None else 100 * (after / before - 1)
 
@@ -172,7 +172,7 @@ def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
     """
     for make in TABLES:
         spec = replace(make(), name=make.__name__)
-        paper = {key_of(row, spec.key): row for row in paper_rows(spec.name)}
+        paper = {join_key(row, spec.key): row for row in paper_rows(spec.name)}
         rows = []
         for key in [*paper, *(key for key in spec.rows if key not in paper)]:
             row = paper.get(key, {spec.key[0]: f"{key} (not in the paper)"})

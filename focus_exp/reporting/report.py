@@ -50,9 +50,9 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
     paper = {f"paper_{table.attrs['spec'].name}": table for table in paper_tables(results)}
     own = {name: make(results) for name, make in tables.OWN_TABLES.items()}
     analyses = latest_analyses(results)
-    own |= {"groups": describe_groups(analyses), "pairs": list_pairs(analyses)}
-    made = {"claims": claims, "verdicts": verdict_table(claims), **paper, **own, "power": tables.power(claims)}
-    return {name: table for name, table in made.items() if not table.empty}
+    own |= {"groups": describe_groups(analyses), "pairs": list_pairs(analyses), "power": tables.power(claims)}
+    content = {"claims": claims, "verdicts": verdict_table(claims), **paper, **own}
+    return {name: table for name, table in content.items() if not table.empty}
 
 
 def write_report(results: Results, folder: Path) -> dict[str, pd.DataFrame]:

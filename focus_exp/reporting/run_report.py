@@ -37,7 +37,7 @@ def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
     That is table.md, figures, continuations.md, and the README of an adapter.
     """
     record, results = Record.load(run_dir / RECORD), load_run(run_dir)
-    title, tables = title_of(results), run_tables(results.rows)
+    title, tables = make_title(results), run_tables(results.rows)
     replace_file(run_dir / TABLE, render_run(results, tables).encode())
     save_figures({"loss_curve": loss_curves(read_log(run_dir), title)}, run_dir / "figures")
     for name, drawing in draw_passages(results.rows).items():
@@ -50,7 +50,7 @@ def write_run_report(run_dir: Path) -> tuple[Results, dict[str, pd.DataFrame]]:
     return results, tables
 
 
-def title_of(results: Results) -> str:
+def make_title(results: Results) -> str:
     """Return experiment, model, data and sequence length of a run."""
     run = results.runs.iloc[-1]
     return f"{run.experiment}: {run.model} on {run.data}, {run.seq_len} tokens"
@@ -67,7 +67,7 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
         "commit": run.commit, "config": run.config_hash,
         "status": run.status if pd.isna(run.error) else f"{run.status}, {run.error}",
     }  # fmt: skip
-    parts = [f"# {title_of(results)}"]
+    parts = [f"# {make_title(results)}"]
     substituted = [part for part in ("model", "data") if run[f"is_{part}_substituted"]]
     if substituted:
         used, requested = (
@@ -85,8 +85,8 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
 
 def run_tables(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Return the tables of a run as text by name."""
-    made = {name: make(rows) for name, make in RUN_TABLES.items()}
-    return {name: frame for name, frame in made.items() if not frame.empty}
+    tables = {name: make(rows) for name, make in RUN_TABLES.items()}
+    return {name: table for name, table in tables.items() if not table.empty}
 
 
 def quality_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -220,7 +220,7 @@ def render_card(results: Results, config: dict[str, Any], tables: dict[str, pd.D
     hub_id = run.model_requested if run.model_source in ("hub", "hub_cache") else None
     template = Template((files("focus_exp.reporting") / "card.md").read_text(encoding="utf-8"))
     return template.substitute(
-        base_model=f"base_model: {hub_id}\n" if hub_id else "", title=title_of(results),
+        base_model=f"base_model: {hub_id}\n" if hub_id else "", title=make_title(results),
         causality="" if run.is_causal else " It is non-causal.", base=hub_id or "<base model>", model=run.model,
         data=run.data, attention=json.dumps(config.get("attention", {}), default=str),
         table=to_markdown(next(iter(tables.values()))) if tables else "",

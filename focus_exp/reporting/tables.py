@@ -10,10 +10,17 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.format import to_percent
-from focus_exp.reporting.frame import SMALL_EFFECT, aggregate_seeds, filter_rows, mean_of, read_yaml, root_mean_square
+from focus_exp.reporting.frame import (
+    SMALL_EFFECT,
+    aggregate_seeds,
+    average_seeds,
+    filter_rows,
+    read_yaml,
+    root_mean_square,
+)
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_specs import BASE
-from focus_exp.results.intervals import needed, student
+from focus_exp.results.intervals import required_size, student
 
 SOFT = "soft"
 LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length
@@ -147,8 +154,7 @@ def speed(results: Results) -> pd.DataFrame:
     series = ["run", "metric", "clock", "method", "groups", "assignment", "top_k", "pair_rule", "dtype"]
     frame["break_even"] = None
     for _, rows in frame[frame.metric == "speedup"].groupby(series, dropna=False, sort=False):
-        known = rows[rows.value.notna()]
-        points = list(zip(known.tokens.astype(float), known.value.astype(float), strict=True))
+        points = [*rows[["tokens", "value"]].dropna().astype(float).itertuples(index=False, name=None)]
         frame.loc[rows.index, "break_even"] = break_even(points) if points else None
     return frame.sort_values([*series, "tokens"], kind="stable").reset_index(drop=True)
 
@@ -204,8 +210,8 @@ def _difference(row: Any) -> dict[str, Any]:
         "seed_deviation": spread,
         "half_width_documents": root_mean_square(text) if text else None,
         "half_width_seeds": spread and student(seeds - 1) * spread / seeds**0.5,
-        "units_for_1_percent": needed(row.deviation, SMALL_EFFECT) if row.deviation else None,
-        "seeds_for_1_percent": spread and needed(spread, SMALL_EFFECT),
+        "units_for_1_percent": required_size(row.deviation, SMALL_EFFECT) if row.deviation else None,
+        "seeds_for_1_percent": spread and required_size(spread, SMALL_EFFECT),
         "commits": " ".join(dict.fromkeys(member.commit or "" for member in row.members)),
         "runs": " ".join(dict.fromkeys(member.run for member in row.members)),
     }
@@ -255,8 +261,8 @@ def recall(results: Results) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "model": row.model, "data": row.data, "task": row.task, "metric": row.task_metric, "variant": row.variant,
-            "sparsity": row.sparsity, "score": 100 * mean_of(member.level for member in row.members),
-            "base": 100 * mean_of(member.reference_level for member in row.members),
+            "sparsity": row.sparsity, "score": 100 * average_seeds(member.level for member in row.members),
+            "base": 100 * average_seeds(member.reference_level for member in row.members),
             "change": 100 * row.value, "low": 100 * row.low, "high": 100 * row.high, "units": row.n_units,
             "seeds": len(row.seeds), "run": row.members[0].run,
         }

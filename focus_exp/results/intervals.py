@@ -36,15 +36,15 @@ class Estimate:
         return self.value - half, self.value + half
 
 
-def student(freedom: float, together: int = 1) -> float:
+def student(freedom: float, comparisons: int = 1) -> float:
     """Return half of a 95 % interval in standard errors.
 
-    together: number of simultaneous intervals (Bonferroni).
+    comparisons: number of simultaneous intervals (Bonferroni).
     """
-    return float(stdtrit(freedom, 1 - (1 - LEVEL) / 2 / together))
+    return float(stdtrit(freedom, 1 - (1 - LEVEL) / 2 / comparisons))
 
 
-def units_of(documents: Sequence[Hashable]) -> np.ndarray:
+def assign_units(documents: Sequence[Hashable]) -> np.ndarray:
     """Return the unit of each sequence: its document, or itself with few documents."""
     numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
     return np.array([numbers[document] for document in documents] if len(numbers) >= FEWEST else range(len(documents)))
@@ -63,7 +63,7 @@ def estimate(values: Any, weights: Any = None, documents: Sequence[Hashable] | N
     x = np.asarray(values, dtype=np.float64)
     w = np.ones(len(x)) if weights is None else np.asarray(weights, dtype=np.float64)
     if documents is not None:
-        units = units_of(documents)
+        units = assign_units(documents)
         sums, w = np.bincount(units, w * x), np.bincount(units, w).astype(np.float64)
         x = sums[w > 0] / w[w > 0]
     else:
@@ -82,7 +82,7 @@ def estimate(values: Any, weights: Any = None, documents: Sequence[Hashable] | N
     return Estimate(value, math.sqrt(c @ (x - value) ** 2), float(trace**2 / traces))
 
 
-def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
+def combine_seeds(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of one difference over several seeds that scored the same text.
 
     Var = text + seeds / m: the variance by the text does not shrink with the seeds, since all score the same tokens
@@ -93,12 +93,12 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     if len(estimates) == 1:
         return estimates[0]
     value, between = float(np.mean([e.value for e in estimates])), seed_deviation(estimates) ** 2 / len(estimates)
-    known = [(e.stderr, e.freedom) for e in estimates if e.stderr is not None and e.freedom is not None]
-    if not known:
+    errors = [(e.stderr, e.freedom) for e in estimates if e.stderr is not None and e.freedom is not None]
+    if not errors:
         return Estimate(value, math.sqrt(between), len(estimates) - 1)
-    if len(known) < len(estimates):
+    if len(errors) < len(estimates):
         return Estimate(value)
-    text, freedom = float(np.mean([stderr**2 for stderr, _ in known])), min(freedom for _, freedom in known)
+    text, freedom = float(np.mean([stderr**2 for stderr, _ in errors])), min(freedom for _, freedom in errors)
     if not text + between:
         return Estimate(value, 0.0, freedom)
     t = (text * student(freedom) + between * student(len(estimates) - 1)) / (text + between)
@@ -110,17 +110,17 @@ def seed_deviation(estimates: Sequence[Estimate]) -> float:
     return float(np.std([e.value for e in estimates], ddof=1))
 
 
-def needed(deviation: float, size: float, together: int = 1) -> int:
+def required_size(deviation: float, size: float, comparisons: int = 1) -> int:
     """Return how many units show a difference of `size` (80 % power, 5 % level).
 
     Args:
         deviation: standard deviation of a unit or seed.
-        together: number of simultaneous intervals (Bonferroni).
+        comparisons: number of simultaneous intervals (Bonferroni).
     """
     # the sample size is this times (deviation / size)^2
-    effort = (float(ndtri(1 - (1 - LEVEL) / 2 / together)) + float(ndtri(POWER))) ** 2
+    effort = (float(ndtri(1 - (1 - LEVEL) / 2 / comparisons)) + float(ndtri(POWER))) ** 2
     count = max(2, math.ceil(effort * (deviation / size) ** 2))
     # small samples need more by Student's t than by the normal distribution
-    while count < (student(count - 1, together) + float(stdtrit(count - 1, POWER))) ** 2 * (deviation / size) ** 2:
+    while count < (student(count - 1, comparisons) + float(stdtrit(count - 1, POWER))) ** 2 * (deviation / size) ** 2:
         count += 1
     return count

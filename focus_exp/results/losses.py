@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from focus_exp.errors import UserError
-from focus_exp.results.intervals import Estimate, estimate, units_of
+from focus_exp.results.intervals import Estimate, assign_units, estimate
 from focus_exp.storage import replace_file
 
 LOSSES, TEXT = "losses.csv", "text"
@@ -35,7 +35,7 @@ class Losses:
     @property
     def unit_count(self) -> int:
         """Return the number of independent units that intervals are over."""
-        return int(units_of(self.documents).max()) + 1
+        return int(assign_units(self.documents).max()) + 1
 
     def estimate(self, name: str) -> Estimate:
         """Return the mean of a variant."""

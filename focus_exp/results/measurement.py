@@ -113,8 +113,8 @@ def from_frame(table: pd.DataFrame) -> list[Measurement]:
 
 
 def _format_settings(settings: dict[str, Any]) -> str:
-    known = {key: value for key, value in settings.items() if value is not None}
-    return json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":")) if known else ""
+    present = {key: value for key, value in settings.items() if value is not None}
+    return json.dumps(present, sort_keys=True, ensure_ascii=False, separators=(",", ":")) if present else ""
 
 
 def read_measurements(path: str | Path) -> list[Measurement]:

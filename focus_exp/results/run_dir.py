@@ -85,6 +85,6 @@ def earlier_record(config: Config) -> Record | None:
     return Record.load(path) if path.exists() else None
 
 
-def lock_of(folder: Path) -> Path:
+def lock_path(folder: Path) -> Path:
     """Return the lock file of a run directory, which overwrite=true keeps."""
     return folder.with_name(f".{folder.name}.lock")

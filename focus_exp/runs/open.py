@@ -28,7 +28,7 @@ from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
 from focus_exp.results.record import RECORD, Record
-from focus_exp.results.run_dir import earlier_record, lock_of, name_data, name_model, run_folder
+from focus_exp.results.run_dir import earlier_record, lock_path, name_data, name_model, run_folder
 from focus_exp.runs.compose import command_overrides, describe_budget
 from focus_exp.runs.resume import check_fingerprint, resume_record
 from focus_exp.speed.timing import begin_peak_memory, device_name, peak_memory
@@ -119,7 +119,7 @@ def describe_work(config: Config) -> str:
 def lock_run_dir(config: Config) -> AbstractContextManager[None]:
     """Lock the run folder against other commands; InUse if one holds it."""
     folder = run_folder(config)
-    return file_lock(lock_of(folder), f"the run folder {folder}") if is_main() else nullcontext()
+    return file_lock(lock_path(folder), f"the run folder {folder}") if is_main() else nullcontext()
 
 
 @contextmanager

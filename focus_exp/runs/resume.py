@@ -12,7 +12,7 @@ from focus_exp.errors import UserError
 from focus_exp.models.load import hash_tokenizer_files, hash_weights
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.results.record import Record
-from focus_exp.results.run_dir import earlier_record, lock_of, run_folder
+from focus_exp.results.run_dir import earlier_record, lock_path, run_folder
 from focus_exp.storage import file_lock, remove_stale_temp
 from focus_exp.training.phases import CHECKPOINTS
 
@@ -38,8 +38,8 @@ def print_finished(config: Config) -> bool:
     if record is None:
         return False
     folder = run_folder(config)
-    if lock_of(folder).exists() or not (folder / TABLE).exists():  # killed while it wrote its tables
-        with file_lock(lock_of(folder), f"the run folder {folder}"):
+    if lock_path(folder).exists() or not (folder / TABLE).exists():  # killed while it wrote its tables
+        with file_lock(lock_path(folder), f"the run folder {folder}"):
             remove_stale_temp(folder)
             write_run_report(folder)
     print((folder / TABLE).read_text(encoding="utf-8"))
