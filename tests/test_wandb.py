@@ -100,10 +100,9 @@ def test_dashboard_leaves_its_tables_in_files_offline(trained, drawn):
 def test_dashboard_saves_a_workspace_with_the_tables_that_it_logs(trained, drawn, monkeypatch):
     workspaces = pytest.importorskip("wandb_workspaces.workspaces")
     live, saved = Mock(offline=False, entity="team"), []
-    monkeypatch.setattr(job, "wandb_mode", lambda _: "online")
-    monkeypatch.setattr(job, "open_wandb", lambda *_, **__: live)
+    monkeypatch.setattr("wandb.init", lambda **_: live)
     monkeypatch.setattr(workspaces.Workspace, "save", lambda self: saved.append(self) or Mock(url="its address"))
-    assert "its address" in succeed(*tiny(trained), "job=dashboard").out
+    assert "its address" in succeed(*tiny(trained), "job=dashboard", "logger.wandb=online").out
     (logged,) = live.log.call_args.args
     (workspace,) = saved
     shown = {*find_values([*sections_of(workspace).values()], "val")} - {*logging.RUN_TABLES}
@@ -122,6 +121,6 @@ def test_dashboard_is_offline_where_the_server_does_not_answer(trained, drawn, m
         return init(mode=mode, **options)
 
     monkeypatch.setattr("wandb.init", refuse)
-    monkeypatch.setattr(job, "wandb_mode", lambda _: "online")
+    monkeypatch.setenv("WANDB_MODE", "online")
     assert "not saved" in succeed(*tiny(trained), "job=dashboard", "logger.wandb=auto").out
     assert run(*tiny(trained), "job=dashboard", "logger.wandb=online").code == 2

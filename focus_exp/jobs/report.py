@@ -27,7 +27,9 @@ def report(config: Config) -> None:
     if config.report.collect:
         added = collect_runs(Path(config.report.collect), runs)
         print(f"{len(added)} runs of {config.report.collect} are in {runs / RUNS}")
-    tables = write_report(load_results(runs, config.budget["name"]), runs / REPORT)
+    results = load_results(runs, config.budget["name"])
+    tables = report_tables(results)
+    write_report(results, tables, runs / REPORT)
     for page, text in fill_pages(runs, tables).items():
         replace_file(page, text.encode())
     print(verdict_table(tables["claims"]).to_string(index=False))

@@ -45,7 +45,13 @@ REDUCED_BUDGET = ", reduced budget"  # after a verdict
 
 
 def report_tables(results: Results) -> dict[str, pd.DataFrame]:
-    """Return every table of the report by the name of its CSV file."""
+    """Return every table of the report by the name of its CSV file.
+
+    Raises:
+        UserError: there are no runs.
+    """
+    if results.runs.empty:
+        raise UserError("runs_dir must contain runs (found none). Run an experiment first.")
     claims = evaluate_claims(results)
     paper = {f"paper_{table.attrs['spec'].name}": table for table in paper_tables(results)}
     own = {name: make(results) for name, make in tables.OWN_TABLES.items()}
@@ -55,17 +61,13 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
     return {name: table for name, table in content.items() if not table.empty}
 
 
-def write_report(results: Results, folder: Path) -> dict[str, pd.DataFrame]:
-    """Write the report, figures and a CSV file of each table; return the tables."""
-    if results.runs.empty:
-        raise UserError("runs_dir must contain runs (found none). Run an experiment first.")
-    content = report_tables(results)
+def write_report(results: Results, content: dict[str, pd.DataFrame], folder: Path) -> None:
+    """Write the report, figures and a CSV file of each of its tables."""
     for name, text in report_files(results, content).items():
         replace_file(folder / name, text.encode())
     save_figures(report_figures(content), folder / "figures")
     for name, drawing in draw_passages(latest_analyses(results)).items():
         replace_file(folder / "figures" / f"{name}.svg", drawing.encode())
-    return content
 
 
 def report_files(results: Results, content: dict[str, pd.DataFrame]) -> dict[str, str]:
