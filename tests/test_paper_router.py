@@ -9,9 +9,9 @@ import pytest
 from builders import compose_config
 
 from focus_exp.reporting.claims import Claim, evaluate_claims, keeps
-from focus_exp.reporting.frame import Row, read_yaml, to_frame
+from focus_exp.reporting.frame import BASE, Row, read_yaml, to_frame
 from focus_exp.reporting.load import Results, load_results
-from focus_exp.reporting.paper_specs import BASE, TABLES, join_key, paper_rows
+from focus_exp.reporting.paper_specs import TABLES, join_key, paper_rows
 from focus_exp.reporting.paper_tables import paper_tables
 from focus_exp.reporting.report import verdict_table
 from focus_exp.results.record import Record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from focus_exp.reporting.frame import Row, matches, read_yaml
+from focus_exp.reporting.frame import BASE, Row, matches, read_yaml
 from focus_exp.results.losses import TEXT
 from focus_exp.results.record import Record
 from focus_exp.results.setup import setup_key
@@ -22,8 +22,8 @@ def join_variants(runs: Mapping[str, Record], rows: Mapping[str, list[Any]]) -> 
     for name, run in runs.items():
         own = rows[name]
         facts = {"variant": name, "variant_setup": setup_key(run), "trainable_params": trained_parameters(run)}
-        if not base and any(row.kind == "base" and row.source == "rows" for row in own):
-            base = [row for row in own if row.kind in ("base", "missing") and row.source in ("rows", "benchmarks")]
+        if not base and any(row.kind == BASE and row.source == "rows" for row in own):
+            base = [row for row in own if row.kind in (BASE, "missing") and row.source in ("rows", "benchmarks")]
         primary = next((r for r in own if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
         joined += [row._replace(**facts) for row in own if represents(row, primary)]
     return [*(row._replace(variant=None) for row in base), *joined]
@@ -32,7 +32,7 @@ def join_variants(runs: Mapping[str, Record], rows: Mapping[str, list[Any]]) -> 
 def represents(row: Any, primary: Any) -> bool:
     """Return whether a row of a variant's run is one of its comparison."""
     if row.source == "rows":
-        return row.subject == primary.subject and row.reference in (None, "base")
+        return row.subject == primary.subject and row.reference in (None, BASE)
     if row.source == "benchmarks":
         return row.kind == primary.kind and (row.kind != "control" or row.method == primary.method)
     return row.source in ("phases", "probes")

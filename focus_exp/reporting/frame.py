@@ -18,6 +18,9 @@ import yaml
 from focus_exp.results.intervals import Estimate, combine_seeds, required_size, seed_deviation, student
 from focus_exp.results.measurement import MIN_SPARSITY
 
+# what a change is from: full attention, of a perplexity and of a score or a time; of hard routing its counterparts
+BASE, FULL = "base", "full attention"
+SOFT, COUNTERPART = "soft", "non-causal counterpart"
 MIN_SEEDS = 3
 SMALL_EFFECT = 0.01  # nats per token, or of a fraction: about 1 %
 

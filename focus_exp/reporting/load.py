@@ -13,7 +13,18 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.comparison import join_variants, pair_variants, trained_parameters
-from focus_exp.reporting.frame import RUN_FACTS, SETTINGS, VARIANT_FACTS, Row, filter_rows, to_frame
+from focus_exp.reporting.frame import (
+    BASE,
+    COUNTERPART,
+    FULL,
+    RUN_FACTS,
+    SETTINGS,
+    SOFT,
+    VARIANT_FACTS,
+    Row,
+    filter_rows,
+    to_frame,
+)
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
 from focus_exp.results.metrics import METRICS, read_metrics
@@ -191,8 +202,8 @@ def to_row(m: Measurement, template: Any) -> Any:
 
 def is_mask_active(row: Any) -> bool | None:
     """Return whether the mask prunes >= 5 % of the QK pairs; None without a mask."""
-    is_soft = row.kind == "soft" or (row.kind == "causal_counterpart" and row.top_k is None)
-    if is_soft or row.kind in ("base", "trained", "missing") or row.method in WITHOUT_MASK or row.sparsity is None:
+    is_soft = row.kind == SOFT or (row.kind == "causal_counterpart" and row.top_k is None)
+    if is_soft or row.kind in (BASE, "trained", "missing") or row.method in WITHOUT_MASK or row.sparsity is None:
         return None
     return bool(row.sparsity >= MIN_SPARSITY)
 
@@ -219,7 +230,7 @@ def quality_rows(rows: list[Any], record: Record) -> Iterator[Any]:
             largest_group=other["largest_group_fraction"], dof=None, n=None,
             own_tokens=own_tokens, train_tokens=int(own_tokens) if own_tokens else row.train_tokens,
             primary=row.variant == primary and not row.phase,
-            trainable_params=0 if row.kind == "base" else None if row.phase else parameters,
+            trainable_params=0 if row.kind == BASE else None if row.phase else parameters,
         )  # fmt: skip
         if row.metric == "nll_change":
             scored = scored._replace(
@@ -233,9 +244,9 @@ def quality_rows(rows: list[Any], record: Record) -> Iterator[Any]:
 
 def name_reference(row: Any) -> str:
     """Return what a change is from; a soft or non-causal counterpart has the name of its kind."""
-    if row.kind == "causal_counterpart" and row.reference != "base":
-        return "non-causal counterpart"
-    return "soft" if row.kind == "hard" and row.reference.endswith("_soft") else str(row.reference)
+    if row.kind == "causal_counterpart" and row.reference != BASE:
+        return COUNTERPART
+    return SOFT if row.kind == "hard" and row.reference.endswith("_soft") else str(row.reference)
 
 
 def benchmark_rows(rows: list[Any]) -> Iterator[Any]:
@@ -251,7 +262,7 @@ def benchmark_rows(rows: list[Any]) -> Iterator[Any]:
             dof = math.inf if row.dof is None and row.unit == "fraction" else row.dof  # of a fraction it is normal
             dof = dof if row.low is not None and (row.n or 0) > 1 else None
             cells = {
-                "metric": "score_change", "reference": "full attention", "dof": dof, "n_units": row.n, "level": score,
+                "metric": "score_change", "reference": FULL, "dof": dof, "n_units": row.n, "level": score,
                 "stderr": standard_error(row, dof),
             }  # fmt: skip
             if score is not None and row.value is not None:
@@ -288,7 +299,7 @@ def speed_rows(rows: list[Any]) -> Iterator[Any]:
         for metric, side, factor in (("speedup", "latency_ms", 1e-3), ("peak_memory", "peak_memory_bytes", 1.0)):
             ours, full = (sides.get((row.case, side, is_full)) for is_full in (False, True))
             cells: dict[str, Any] = {
-                "source": "method_speed" if row.groups is None else "speed", "reference": "full attention",
+                "source": "method_speed" if row.groups is None else "speed", "reference": FULL,
                 "variant": None, "name": None, "n": None, "layer": None,
                 "level": None if ours is None else factor * ours,
                 "reference_level": None if full is None else factor * full,

@@ -8,9 +8,8 @@ from functools import cache
 from typing import Any, Literal
 
 from focus_exp.reporting.format import to_percent
-from focus_exp.reporting.frame import read_yaml
+from focus_exp.reporting.frame import BASE, read_yaml
 
-BASE = "base"
 HUB, GPU = "the Hub", "the Hub and a GPU"
 PERPLEXITY = {"metric": "perplexity"}
 

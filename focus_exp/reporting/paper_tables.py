@@ -9,11 +9,9 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.format import format_percent
-from focus_exp.reporting.frame import aggregate_seeds, average_seeds, filter_rows, to_frame, to_rows
+from focus_exp.reporting.frame import BASE, FULL, aggregate_seeds, average_seeds, filter_rows, to_frame, to_rows
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.paper_specs import BASE, TABLES, Column, Place, Spec, join_key, paper_rows
-
-FULL = "full attention"
+from focus_exp.reporting.paper_specs import TABLES, Column, Place, Spec, join_key, paper_rows
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from focus_exp.reporting.format import (
     to_latex,
     to_markdown,
 )
-from focus_exp.reporting.frame import read_yaml
+from focus_exp.reporting.frame import FULL, read_yaml
 from focus_exp.reporting.groups import (
     closest_layer,
     describe_groups,
@@ -180,7 +180,7 @@ def claim_value(row: dict[str, Any]) -> str:
     if unit == "x":
         at = "" if pd.isna(row["tokens"]) else f" at {int(row['tokens']):,} tokens"
         return f"{format_significant(value)}x{at}"
-    is_points = unit != "nats" and row["reference"] == "full attention"
+    is_points = unit != "nats" and row["reference"] == FULL
     return format_change(value, low, high, unit, sign=unit == "nats") + (" points" if is_points else " %")
 
 

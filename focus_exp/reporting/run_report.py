@@ -21,10 +21,9 @@ from focus_exp.reporting.format import (
     format_significant,
     to_markdown,
 )
-from focus_exp.reporting.frame import filter_rows, read_yaml, to_rows
+from focus_exp.reporting.frame import BASE, filter_rows, read_yaml, to_rows
 from focus_exp.reporting.groups import draw_passages, groups_by_layer, pairs_of_run
 from focus_exp.reporting.load import Results, load_run, read_log
-from focus_exp.reporting.paper_specs import BASE
 from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import replace_file
 
@@ -135,7 +134,7 @@ def benchmark_table(rows: pd.DataFrame) -> pd.DataFrame:
             {
                 "task": row.task,
                 "metric": row.task_metric or ABSENT,
-                "variant": BASE if row.kind == "base" or row.variant is None else row.variant,
+                "variant": BASE if row.kind == BASE or row.variant is None else row.variant,
                 "routing": row.subject.partition(f" {row.task} ")[0],
                 "score": failure or (format_percent if row.unit == "fraction" else format_number)(row.value),
                 "change": _change(changes.get(_key(row, BASE))),

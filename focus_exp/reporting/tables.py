@@ -11,7 +11,10 @@ import pandas as pd
 
 from focus_exp.reporting.format import to_percent
 from focus_exp.reporting.frame import (
+    BASE,
+    COUNTERPART,
     SMALL_EFFECT,
+    SOFT,
     aggregate_seeds,
     average_seeds,
     filter_rows,
@@ -19,10 +22,8 @@ from focus_exp.reporting.frame import (
     root_mean_square,
 )
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.paper_specs import BASE
 from focus_exp.results.intervals import required_size, student
 
-SOFT = "soft"
 LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length
 LENGTHS = (1024, 4096, 8192)
 # label -> variant of the experiment `frontier`, then of `compare`
@@ -291,7 +292,7 @@ def pitfalls(results: Results) -> pd.DataFrame:
     idle = filter_rows(rows, {"source": "benchmarks", "metric": "score_change", "kind": "hard", "deciding": True})
     idle = filter_rows(idle, {"is_variant": False, "mask_active": [True, False]})
     parts = {
-        "non-causal router": filter_rows(changes, {"reference": "non-causal counterpart"}),
+        "non-causal router": filter_rows(changes, {"reference": COUNTERPART}),
         "soft gate trained, hard mask used": soft[published & ((soft.top_k == 1) | soft.primary.eq(True))],
         "k > K/2 is full attention": many[(many.top_k >= 2) & (2 * many.top_k > many.num_groups)],
         "benchmark with an inactive mask": idle[idle.first_variant.isna() | (idle.variant == idle.first_variant)],
