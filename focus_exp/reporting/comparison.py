@@ -23,7 +23,7 @@ def join_variants(runs: Mapping[str, Record], rows: Mapping[str, list[Any]]) -> 
         own = rows[name]
         facts = {"variant": name, "variant_setup": setup_key(run), "trainable_params": trained_parameters(run)}
         if not base and any(row.kind == BASE and row.source == "rows" for row in own):
-            base = [row for row in own if row.kind in (BASE, "missing") and row.source in ("rows", "benchmarks")]
+            base = [row for row in own if row.kind == BASE and row.source in ("rows", "benchmarks")]
         primary = next((r for r in own if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
         joined += [row._replace(**facts) for row in own if represents(row, primary)]
     return [*(row._replace(variant=None) for row in base), *joined]

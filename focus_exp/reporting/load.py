@@ -39,7 +39,6 @@ SETTING_COLUMNS = {
     "seq_len": "tokens", "lm_eval_metric": "task_metric", "task_version": "version", "primary_metric": "primary",
     "deciding_metric": "deciding",
 }  # fmt: skip
-SUBJECT_METRICS = ("perplexity", "nll", "distant_density", "largest_group_fraction", "training_tokens")  # of a subject
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +149,7 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
         "status": record.status, "error": record.error, "started": record.started,
         "command": record.command, "commit": record.commit or "", "config_hash": record.config_hash,
         "setup": key if record.variants else f"{record.experiment}-{key}",
-        "seed": record.config.get("seed") if record.seed is None else record.seed,
+        "seed": record.seed,
         "budget": setting("budget", "name"), "requested_model": setting("model", "name"),
         "model": (None if is_local else model.get("name")) or setting("model", "name"),
         "data": data.get("name") or setting("data", "name"),
@@ -203,7 +202,7 @@ def to_row(m: Measurement, template: Any) -> Any:
 def is_mask_active(row: Any) -> bool | None:
     """Return whether the mask prunes >= 5 % of the QK pairs; None without a mask."""
     is_soft = row.kind == SOFT or (row.kind == "causal_counterpart" and row.top_k is None)
-    if is_soft or row.kind in (BASE, "trained", "missing") or row.method in WITHOUT_MASK or row.sparsity is None:
+    if is_soft or row.kind in (BASE, "trained") or row.method in WITHOUT_MASK or row.sparsity is None:
         return None
     return bool(row.sparsity >= MIN_SPARSITY)
 
@@ -222,23 +221,23 @@ def quality_rows(rows: list[Any], record: Record) -> Iterator[Any]:
     for row in rows:
         if row.kind is None or row.task is not None or row.metric not in QUALITY:
             continue
-        other = dict.fromkeys(SUBJECT_METRICS) | subjects.get(row.subject, {})
-        own_tokens = other["training_tokens"]
+        other = subjects.get(row.subject, {})
+        own_tokens = other.get("training_tokens")
         scored = row._replace(
             source="phases" if row.phase else "rows", variant=None,
-            mask_active=is_mask_active(row), distant_density=other["distant_density"],
-            largest_group=other["largest_group_fraction"], dof=None, n=None,
+            mask_active=is_mask_active(row), distant_density=other.get("distant_density"),
+            largest_group=other.get("largest_group_fraction"), dof=None, n=None,
             own_tokens=own_tokens, train_tokens=int(own_tokens) if own_tokens else row.train_tokens,
             primary=row.variant == primary and not row.phase,
             trainable_params=0 if row.kind == BASE else None if row.phase else parameters,
         )  # fmt: skip
         if row.metric == "nll_change":
             scored = scored._replace(
-                level=other["perplexity"], reference=name_reference(row),
-                reference_level=None if other["nll"] is None else exp(other["nll"] - row.value),
+                level=other.get("perplexity"), reference=name_reference(row),
+                reference_level=None if other.get("nll") is None else exp(other.get("nll") - row.value),
             )  # fmt: skip
             if row.low is not None:
-                scored = scored._replace(dof=row.dof or 1.0, n_units=row.n, stderr=standard_error(row, row.dof or 1.0))
+                scored = scored._replace(dof=row.dof, n_units=row.n, stderr=standard_error(row, row.dof))
         yield scored
 
 
