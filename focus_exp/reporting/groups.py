@@ -85,12 +85,6 @@ def name_group(row: dict[str, Any]) -> str:
     return f"{row['word_class']} ({format_percent(row['purity'], 0)} %)"
 
 
-def groups_by_layer(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the groups of all layers of a run as text."""
-    groups = describe_groups(rows)
-    return groups_table(groups) if len(groups) else groups
-
-
 def closest_layer(groups: pd.DataFrame) -> pd.DataFrame:
     """Return the groups of the layer, or of its head, that goes best with the word classes."""
     best = groups.loc[groups.agreement.astype(float).idxmax()]
@@ -131,12 +125,6 @@ def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
             "affinity": [format_significant(row["affinity"]) for row in rows],
         }
     )  # fmt: skip
-
-
-def pairs_of_run(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the pairs of a run as text, next to the paper's."""
-    pairs = list_pairs(rows)
-    return pairs_table(pairs) if len(pairs) else pairs
 
 
 def _show_word(word: str, position: float) -> str:

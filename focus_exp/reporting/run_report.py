@@ -22,7 +22,7 @@ from focus_exp.reporting.format import (
     to_markdown,
 )
 from focus_exp.reporting.frame import BASE, filter_rows, read_yaml, to_rows
-from focus_exp.reporting.groups import draw_passages, groups_by_layer, pairs_of_run
+from focus_exp.reporting.groups import describe_groups, draw_passages, groups_table, list_pairs, pairs_table
 from focus_exp.reporting.load import Results, load_run, read_log
 from focus_exp.results.record import RECORD, Record
 from focus_exp.storage import replace_file
@@ -188,8 +188,8 @@ RUN_TABLES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "Speed": speed_table,
     "Routing": partial(pivot_table, source="probes", index=["variant", "phase", "step"]),
     "Groups": partial(pivot_table, source="analysis", index=["layer", "head"]),
-    "Groups by word class": groups_by_layer,
-    "Pairs": pairs_of_run,
+    "Groups by word class": lambda rows: groups_table(describe_groups(rows)),
+    "Pairs": lambda rows: pairs_table(list_pairs(rows)),
     "Cost by word class": partial(pivot_table, source="costs", index=["variant"]),
     "Generation": partial(pivot_table, source="generation", index=["variant"]),
 }

@@ -7,7 +7,7 @@ A run writes one row a measured number. The columns are
                `<method>_hard_k<k>_<pair rule>`,
                `causal_counterpart_soft` and `causal_counterpart_hard...` (a non-causal router made causal),
                `window_only`, `window_density_matched`, `random_size_matched` (controls), or the name of a method.
-               In a comparison it is the name of the variant. `router`: the routing itself (probes, group sizes).
+               `router`: the routing itself (probes, group sizes).
                `full`: full attention of a benchmark. `text`: the held-out text itself.
     metric     see below
     value      empty where the measurement failed; then `settings.error` says why
