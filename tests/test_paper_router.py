@@ -105,7 +105,7 @@ def test_paper_tables_rows_are_run_at_the_papers_budget():
         spec = make()
         for paper in paper_rows(make.__name__):
             for place in spec.places(join_key(paper, spec.key)):
-                run = set().union(*map(variants_at_the_papers_budget, place.experiments or spec.experiments))
+                run = set().union(*map(variants_at_the_papers_budget, place.experiments))
                 assert set(place.names) <= run | {BASE}, (spec.id, place.names)
 
 

@@ -129,7 +129,7 @@ def _evaluate(claim: Claim, frame: pd.DataFrame, results: Results) -> tuple[dict
         **{f"own_{name}": getattr(other.row, name) for name in ("value", "low", "high")},
         **dict.fromkeys(("own_verdict", "own_reduced_budget")),
         **own_cells,
-        "sparsity": row.sparsity if row.density is None else 1 - row.density,
+        "sparsity": row.sparsity,
         "seeds": len(row.seeds or ()) or None,
         "models": len({compared.model for compared in judgement.rows}) or None,
         **{

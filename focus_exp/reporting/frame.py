@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
-from statistics import fmean, geometric_mean
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -138,9 +138,10 @@ def _combine(rows: list[Any]) -> Any:
         "deviation": root_mean_square(deviations) if deviations else None,
         "seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None,
     }  # fmt: skip
-    for name in ("density", "sparsity", "distant_density"):
+    for name in ("density", "distant_density"):
         numbers = [getattr(row, name) for row in members if getattr(row, name) is not None]
         values[name] = fmean(numbers) if numbers else None
+    values["sparsity"] = None if values["density"] is None else 1 - values["density"]
     masked = [row.sparsity for row in members if row.mask_active is not None and row.sparsity is not None]
     if masked:
         values["mask_active"] = fmean(masked) >= MIN_SPARSITY
@@ -179,11 +180,3 @@ def is_worse(row: Any, comparisons: int = 1, limit: float = 0.0) -> bool:
     half = student(dof, comparisons) / student(dof) * (row.high - row.low) / 2
     center = (row.low + row.high) / 2
     return bool(center - half > limit if row.unit == "nats" else center + half < -limit)
-
-
-def average_seeds(values: Iterable[float], percent: bool = False, perplexity: bool = False) -> float:
-    """Return the mean over seeds: of perplexities and changes [%] in log space."""
-    values = list(values)
-    if percent:
-        return 100 * (geometric_mean(1 + value / 100 for value in values) - 1)
-    return geometric_mean(values) if perplexity else fmean(values)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from statistics import fmean, geometric_mean
 from typing import Any, Literal
 
 from focus_exp.reporting.format import to_percent
@@ -50,6 +51,12 @@ class Column:
         if number is None or not abs(number) < float("inf"):
             return None
         return to_percent(number) if self.origin else self.scale(row, number) if self.scale else number
+
+    def average(self, values: list[float]) -> float:
+        """Return the mean over seeds: of perplexities and their changes [%] in log space."""
+        if self.origin:
+            return 100 * (geometric_mean(1 + value / 100 for value in values) - 1)
+        return geometric_mean(values) if self.name.startswith("ppl") else fmean(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +107,14 @@ class Spec:
     name: str = ""
 
     def places(self, key: str) -> list[Place]:
-        """Return where the measurements of a row are."""
+        """Return where the measurements of a row are: in the experiments of the table, if the place names none."""
         places = self.rows[key]
         listed = [places] if isinstance(places, str | Place) else places
-        return [Place(variant=place) if isinstance(place, str) else place for place in listed]
+        named = [Place(variant=place) if isinstance(place, str) else place for place in listed]
+        return [
+            replace(p, experiments=p.experiments or self.experiments, needs=self.needs if p.needs is None else p.needs)
+            for p in named
+        ]
 
 
 @cache

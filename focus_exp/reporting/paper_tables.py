@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.reporting.format import format_percent
-from focus_exp.reporting.frame import BASE, FULL, aggregate_seeds, average_seeds, filter_rows, to_frame, to_rows
+from focus_exp.reporting.frame import BASE, FULL, aggregate_seeds, filter_rows, to_frame, to_rows
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_specs import TABLES, Column, Place, Spec, join_key, paper_rows
 
@@ -24,17 +24,13 @@ class Entry:
     place: Place
     runs: tuple[str, ...] = ()
 
-    @property
-    def experiments(self) -> list[str]:
-        return self.place.experiments or self.spec.experiments
-
     def setups(self) -> list[Entry]:
         """Return one entry with its runs for each setup."""
         names, pick = self.place.names, self.place.pick
         present: dict[str, Any] = {"source": "rows", "variant": names} if names else self.place.cells
         if names == [BASE]:
             present = {"source": "rows", "kind": BASE}
-        rows = filter_rows(self.results.complete, {"experiment": self.experiments, **present})
+        rows = filter_rows(self.results.complete, {"experiment": self.place.experiments, **present})
         runs = [to_rows(part) for _, part in rows.groupby("run", sort=False)]
         setups: dict[Any, dict[int | None, str]] = {}
         for part in sorted(runs, key=lambda part: part[0].steps or 0) if pick else runs:
@@ -103,8 +99,7 @@ class Entry:
             rows = [row for row in rows if column.convert(row, "value") is not None]
             values: list[Any] = [column.convert(row, "value") for row in rows]
             key = f"ours_{column.key}"
-            is_ppl = column.name.startswith("ppl") and not column.origin
-            cells[key] = average_seeds(values, bool(column.origin), is_ppl) if values else None
+            cells[key] = column.average(values) if values else None
             for bound in ("low", "high"):
                 cells[f"{key}_{bound}"] = column.convert(rows[0], bound) if len(rows) == 1 else None
             cells[f"{key}_seeds"] = len(values)
@@ -120,14 +115,11 @@ class Entry:
         behind = [self.behind(run) for run in self.runs]
         flat = [row for rows in behind for row in rows]
         last = behind[-1] if behind else []
-        densities = [
-            1 - row.density if row.density is not None else row.sparsity for row in aggregate_seeds(to_frame(flat))
-        ]
+        sparsities = [row.sparsity for row in aggregate_seeds(to_frame(flat))]
         runs = [self.results.runs.loc[run] for run in self.runs]
-        needs = self.spec.needs if self.place.needs is None else self.place.needs
         variants = self.place.names or [str(row.name) for row in last if row.source != "speed"]
         return {
-            "sparsity": _distinct(map(format_percent, densities)),
+            "sparsity": _distinct(map(format_percent, sparsities)),
             "variant": _distinct(variants),
             "causal": all(row.causal is not False for row in last) if last else None,
             "used_model": _distinct(row.model for row in flat or runs),
@@ -137,7 +129,7 @@ class Entry:
             "device": _distinct(run.device_kind for run in runs),
             "seeds": len({run.seed for run in runs}),
             "experiment": _distinct(run.experiment for run in runs),
-            "needs": "" if runs else needs or f"+experiment={self.experiments[0]}",
+            "needs": "" if runs else self.place.needs or f"+experiment={self.place.experiments[0]}",
             "runs": " ".join(self.runs),
             "commits": _distinct(str(row.commit or "")[:7] for row in flat or ()),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -16,7 +17,6 @@ from focus_exp.reporting.frame import (
     SMALL_EFFECT,
     SOFT,
     aggregate_seeds,
-    average_seeds,
     filter_rows,
     read_yaml,
     root_mean_square,
@@ -70,7 +70,7 @@ def frontier(results: Results) -> pd.DataFrame:
         if row.sparsity is None or repeated:
             continue
         point = {
-            "tokens": tokens, "method": family or row.method, "density": 1 - row.sparsity, "seeds": len(row.seeds),
+            "tokens": tokens, "method": family or row.method, "seeds": len(row.seeds),
             "change": to_percent(row.value), "low": to_percent(row.low), "high": to_percent(row.high),
             "trainable_params": row.trainable_params if row.train_tokens else 0, "run": row.members[0].run,
         }  # fmt: skip
@@ -125,16 +125,15 @@ def _methods_by_length(points: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 def _find_speedups(row: dict[str, Any], speeds: pd.DataFrame) -> dict[str, Any]:
     """Return the speedup of a layer at 32,768 and of a prefill at 8,192 tokens (CPU); 1 where nothing is pruned."""
+    clocks = {
+        "speedup_layer": {"clock": "attention", "tokens": 32_768},
+        "speedup_prefill": {"clock": "prefill", "tokens": 8_192},
+    }
     if not any(row[f"sparsity_{tokens}"] > 0 for tokens in LENGTHS):
-        return {"speedup_layer": 1.0, "speedup_prefill": 1.0}
+        return dict.fromkeys(clocks, 1.0)
     cells = {"source": "method_speed", "method": row["variant"]}
     timings = filter_rows(speeds, TIMINGS.get(row["variant"], cells))
-    layer = filter_rows(timings, {"clock": "attention", "tokens": 32_768})
-    prefill = filter_rows(timings, {"clock": "prefill", "tokens": 8_192})
-    return {
-        "speedup_layer": layer.value.iloc[-1] if len(layer) else None,
-        "speedup_prefill": prefill.value.iloc[-1] if len(prefill) else None,
-    }
+    return {name: next(iter(filter_rows(timings, clock).value[::-1]), None) for name, clock in clocks.items()}
 
 
 def speed(results: Results) -> pd.DataFrame:
@@ -262,8 +261,8 @@ def recall(results: Results) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "model": row.model, "data": row.data, "task": row.task, "metric": row.task_metric, "variant": row.variant,
-            "sparsity": row.sparsity, "score": 100 * average_seeds(member.level for member in row.members),
-            "base": 100 * average_seeds(member.reference_level for member in row.members),
+            "sparsity": row.sparsity, "score": 100 * fmean(member.level for member in row.members),
+            "base": 100 * fmean(member.reference_level for member in row.members),
             "change": 100 * row.value, "low": 100 * row.low, "high": 100 * row.high, "units": row.n_units,
             "seeds": len(row.seeds), "run": row.members[0].run,
         }
