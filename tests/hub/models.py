@@ -27,6 +27,8 @@ logging.disable_progress_bar()
 ZOO = Path(__file__).parent.parent.parent / "conf" / "model"
 PIECES = 5000  # learned tokens of a vocabulary
 HEAD_DIM, LAYERS = 16, 2
+# of the weights on the Hub, by the first word of the model's name; of others bfloat16
+STORED = {"gpt2": torch.float32, "olmo2": torch.float32, "gemma2": torch.float32, "llama2": torch.float16}
 SHARD = "300KB"  # so that weights are in several files, as those of the larger models
 END, START_TURN, END_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -144,7 +146,8 @@ def write_model(folder: Path, hub_id: str, cache: Path | None) -> None:
     config = AutoConfig.for_model(**shrink(entry["architecture"], vocabulary, tokenizer.get_vocab()))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(sum(hub_id.encode()))
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, entry["dtype"]))
+        dtype = STORED.get(entry["name"].partition("_")[0], torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder, max_shard_size=SHARD if config.model_type != "gpt2" else "5GB")
     if config.model_type == "gpt2":  # whose first checkpoint had no head, and so no prefix
         state = {name.removeprefix("transformer."): p.contiguous() for name, p in model.state_dict().items()}
