@@ -50,7 +50,7 @@ CHOICES = {
     "owner/name@revision": "HuggingFaceTB/SmolLM2-135M-Instruct@main", " hydra/launcher=slurm": "",
     " hydra.launcher.partition=gpu hydra.launcher.account=lab hydra.launcher.mem_gb=64": "",
     "-per-node=8": "-per-node=2", "trainer.devices=8": "trainer.devices=2",
-    "trainer.accumulate=8": "trainer.accumulate=2",
+    "trainer.strategy=fsdp trainer.accumulate=8": "trainer.strategy=fsdp trainer.accumulate=2",
 }  # fmt: skip
 # clock of each list of lengths in bench.*
 CLOCKS = {
