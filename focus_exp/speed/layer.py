@@ -100,11 +100,11 @@ class Case:
         return self.groups.select(tensors.length, self.layer.device)
 
     def route(self, tensors: Tensors) -> Selection:
-        return self.method.route(tensors.hidden, Sequence.plain(1, tensors.length, self.layer.device))
+        return self.method.route(tensors.hidden, plain_sequence(tensors))
 
     def attend(self, tensors: Tensors, selection: Selection) -> Tensor:
-        sequence = Sequence.plain(1, tensors.length, self.layer.device)
-        return self.method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, self.layer.args)
+        sequence, args = plain_sequence(tensors), self.layer.args
+        return self.method.attend(tensors.q, tensors.k, tensors.v, selection, sequence, args)
 
     def work(self, clock: str, tensors: Tensors) -> Work:
         """Return what a clock times: "attention", the same without routing ("kernels"), or forward and backward.
@@ -119,8 +119,7 @@ class Case:
         return partial(run, tensors, selection)
 
     def find_kernels(self, tensors: Tensors, selection: Selection) -> list[Backend]:
-        sequence = Sequence.plain(1, tensors.length, self.layer.device)
-        return self.method.select_kernels(tensors.q, selection, sequence, self.layer.args)
+        return self.method.select_kernels(tensors.q, selection, plain_sequence(tensors), self.layer.args)
 
     def run(self, tensors: Tensors, selection: Selection) -> Tensor:
         """Run what a layer pays for: routing, then attention."""
@@ -185,14 +184,17 @@ def time_cases(
             continue
         kept = None
         if case.groups is not None or hidden is not None:
-            sequence = Sequence.plain(1, length, device)
-            kept = case.method.count_pairs(case.select(tensors), sequence).density
+            kept = case.method.count_pairs(case.select(tensors), plain_sequence(tensors)).density
         for way in ("", GRAPH):
             if name + way in seconds:
                 ours = {"seconds": seconds[name + way], "peak_bytes": peaks[name]}
                 yield from compare_times(
                     case.variant, full, ours, settings | {"path": f"{case.method.path}{way}"}, kept
                 )
+
+
+def plain_sequence(tensors: Tensors) -> Sequence:
+    return Sequence.plain(1, tensors.length, tensors.hidden.device)
 
 
 def full_work(kernel: str, tensors: Tensors) -> Work:

@@ -115,10 +115,7 @@ def time_prefill(
     def measure(name: str, work: Work) -> dict[str, float | None]:
         return {"seconds": seconds[name], "peak_bytes": measure_peak(lambda: work, precision.device)}
 
-    settings = {
-        "clock": "prefill", "seq_len": tokens.shape[1], "repeats": repeats, **settings,
-        **describe_model(model, precision),
-    }  # fmt: skip
+    settings |= describe_case("prefill", model, tokens, precision, repeats)
     sides = {name: measure(name, work) for name, work in full.items()}
     yield from compare_ways(
         variant, sides, {name: measure(f"ours {name}", run) for name, run in ours.items()}, settings, density
@@ -164,10 +161,7 @@ def time_decode_model(
         side, _, way = name.partition(" ")
         keys[side], size = decoder.count_keys_and_bytes()
         sides[side][f"cached, {way}"] = {"seconds": seconds[name] / DECODE_STEPS, "peak_bytes": size}
-    settings = {
-        "clock": "decode model", "seq_len": tokens.shape[1], "repeats": repeats, **settings,
-        **describe_model(model, precision),
-    }  # fmt: skip
+    settings |= describe_case("decode model", model, tokens, precision, repeats)
     yield from compare_ways(variant, sides["full"], sides["ours"], settings, keys["ours"] / keys["full"])
 
 
@@ -219,10 +213,13 @@ def describe_pass(model: PreTrainedModel, tokens: Tensor, precision: Precision) 
     return path, mean(pairs.density for pairs in counts)
 
 
-def describe_model(model: PreTrainedModel, precision: Precision) -> dict[str, Any]:
-    """Return a model's shape and precision as settings."""
+def describe_case(
+    clock: str, model: PreTrainedModel, tokens: Tensor, precision: Precision, repeats: int
+) -> dict[str, Any]:
+    """Return the settings that both ways to time a whole model have."""
     dtype = "bf16-mixed" if precision.autocast else str(model.dtype).removeprefix("torch.")
-    return {"layer": str(model_shape(model)), "dtype": dtype}
+    layer = str(model_shape(model))
+    return {"clock": clock, "seq_len": tokens.shape[1], "repeats": repeats, "layer": layer, "dtype": dtype}
 
 
 def attention_name(model: PreTrainedModel) -> str:
