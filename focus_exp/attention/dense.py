@@ -153,10 +153,10 @@ def full_attention(
             return cpu_sparse.full_attention(q, k, v, args, reach, valid)
     add_causal = is_causal and new > 1 and (mask is None or mask.shape[2] < new)
     if mask is None and args.softcap is None and args.sink_logits is None and not (add_causal and new < length):
+        is_grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=add_causal, dropout_p=args.dropout, scale=args.scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+            q, k, v, is_causal=add_causal, dropout_p=args.dropout, scale=args.scaling, enable_gqa=is_grouped
+        )
     outputs = []
     for rows in row_blocks(new, block_size(q, length)):
         positions = slice(length - new + rows.start, length - new + rows.stop)

@@ -59,10 +59,9 @@ class CachedKeys:
         if not serves(q, k, v):
             return self.attend_masked(q, k.to(q.dtype), v.to(q.dtype), args)
         logits = None if args.sink_logits is None else args.sink_logits.float().expand(len(q), -1)
-        return attend_cached(
-            q, k, v, self.key_groups, self.query_groups, self.visible, self.before, logits, self.window, self.sinks,
-            args.scaling, args.softcap or 0.0,
-        ).transpose(1, 2)  # fmt: skip
+        groups, seen = (self.key_groups, self.query_groups), (self.visible, self.before)
+        numbers = (self.window, self.sinks, args.scaling, args.softcap or 0.0)
+        return attend_cached(q, k, v, *groups, *seen, logits, *numbers).transpose(1, 2)
 
     def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Compute all pairs and mask those that are not read."""

@@ -147,16 +147,15 @@ def for_each_head(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(attention)
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs, *more: Any,
-        **options: Any,
-    ) -> Tensor:  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, selection: Selection, sequence: Sequence, args: AttentionArgs, **options: Any
+    ) -> Tensor:
         selection, sequence, heads = fold_heads(selection, sequence)
         if heads == 1:
-            return attention(q, k, v, selection, sequence, args, *more, **options)
+            return attention(q, k, v, selection, sequence, args, **options)
         if args.sink_logits is not None:
             args = replace(args, sink_logits=args.sink_logits.view(heads, -1).repeat(len(q), 1))
         rows = [x.unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, k, v)]
-        return attention(*rows, selection, sequence, args, *more, **options).unflatten(0, (-1, heads)).flatten(1, 2)
+        return attention(*rows, selection, sequence, args, **options).unflatten(0, (-1, heads)).flatten(1, 2)
 
     return attend
 

@@ -85,7 +85,7 @@ class CpuSparse(Backend):
             gates = (query_gates, key_gates)
         if sequence.allowed is not None and sequence.reach is None:
             raise BackendUnsupported(f"backend={self.name} takes no such mask of the base model; use backend=masked")
-        return attend(q, k, v, (queries, keys), gates, sequence.valid, args, sequence.reach)
+        return attend((q, k, v), (queries, keys), gates, sequence.valid, args, sequence.reach or NO_REACH)
 
 
 def pack_weights(weight: Tensor) -> Tensor:
@@ -121,20 +121,18 @@ def full_attention(
         valid: `(B, T)` bool, False on padding, which is not between tokens.
     """
     args = replace(args, window=FULL_WINDOW, sinks=0, ste_slope=None)
-    return attend(q, k, v, (None, None), (None, None), valid, args, reach)
+    return attend((q, k, v), (None, None), (None, None), valid, args, reach or NO_REACH)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, groups: Pair, gates: Pair, valid: Tensor | None, args: AttentionArgs,
-    reach: int | None,
-) -> Tensor:  # fmt: skip
+    qkv: tuple[Tensor, Tensor, Tensor], groups: Pair, gates: Pair, valid: Tensor | None, args: AttentionArgs, reach: int
+) -> Tensor:
     """Call the operator `attend`; its gates have gradients alone: those of the straight-through estimator."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in qkv)
     logits = None if args.sink_logits is None else args.sink_logits.float().contiguous()
-    out: Tensor = load_operators().attend(
-        q, k, v, *groups, valid, logits, *gates, args.window, args.sinks, reach or NO_REACH, args.scaling,
-        args.softcap or 0.0, args.ste_slope or 0.0,
-    )[0]  # fmt: skip
+    scores = (args.scaling, args.softcap or 0.0, args.ste_slope or 0.0)
+    local = (args.window, args.sinks, reach)
+    out: Tensor = load_operators().attend(q, k, v, *groups, valid, logits, *gates, *local, *scores)[0]
     return out.transpose(1, 2)
 
 
@@ -211,10 +209,8 @@ def fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, 
     return q.new_empty(batch, length, heads, v.shape[3]), q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-def fake_attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_groups: Tensor | None,
-    key_groups: Tensor | None, valid: Tensor | None, query_gates: Tensor | None, *others: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def fake_attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    _out, _lse, _query_groups, key_groups, _valid, query_gates, *_ = others
     (batch, heads, length, size), kv_heads = q.shape, k.shape[1]
     groups = 0 if query_gates is None or key_groups is None else key_groups.shape[3]
     shapes = [(heads, size), (kv_heads, size), (kv_heads, v.shape[3])]
@@ -294,10 +290,9 @@ def build(folder: Path, flags: list[str]) -> None:
             os.environ["PATH"] += os.pathsep + ninja.BIN_DIR
         with suppress(OSError):  # torch's own lock file, which a killed build leaves for ever
             (folder / "lock").unlink()
-        cpp_extension.load(
-            "focus_exp_cpu_sparse", [str(SOURCES[0])], build_directory=str(folder), is_python_module=False,
-            extra_cflags=compile_flags(flags), extra_ldflags=link_flags(flags),
-        )  # fmt: skip
+        options: dict[str, Any] = {"extra_cflags": compile_flags(flags), "extra_ldflags": link_flags(flags)}
+        options |= {"build_directory": str(folder), "is_python_module": False}
+        cpp_extension.load("focus_exp_cpu_sparse", [str(SOURCES[0])], **options)
         log.info("CPU kernel: compiled in %.1f s", time.monotonic() - started)
 
 

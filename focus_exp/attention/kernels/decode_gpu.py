@@ -88,11 +88,9 @@ def decode_merge(
     tl.store(out + row * DV + d, acc.to(out.dtype.element_ty), d < DV)
 
 
-def attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, key_groups: Tensor, query_groups: Tensor, visible: Tensor | None,
-    before: Tensor | None, sink_logits: Tensor | None, window: int, sinks: int, scaling: float, softcap: float,
-) -> Tensor:  # fmt: skip
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, key_groups: Tensor, query_groups: Tensor, *others: Any) -> Tensor:
     """Return `(B, T, H, Dv)` of q `(B, H, T, D)` and k, v `(B, G, S, D)`; see `CachedKeys` for the others."""
+    visible, before, sink_logits, window, sinks, scaling, softcap = others
     (batch, heads, count, size), (_, kv_heads, length, value_size) = q.shape, v.shape
     k, v = k.to(q.dtype), v.to(q.dtype)  # the same unless rotary layers have left them in float32 under autocast
     rows, groups = batch * count * kv_heads, heads // kv_heads
@@ -116,10 +114,8 @@ def attend_cached(
         MASKED=seen is not None, SOFTCAP=bool(softcap), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
     )  # fmt: skip
-    decode_merge[(batch * count * heads,)](
-        sums, states, sink_logits, out, parts, heads, count, DV=value_size,
-        BDV=triton.next_power_of_2(value_size), SINKS=sink_logits is not None, num_warps=1,
-    )  # fmt: skip
+    sizes = {"DV": value_size, "BDV": triton.next_power_of_2(value_size), "SINKS": sink_logits is not None}
+    decode_merge[(batch * count * heads,)](sums, states, sink_logits, out, parts, heads, count, **sizes, num_warps=1)
     return out
 
 

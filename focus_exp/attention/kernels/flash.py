@@ -129,11 +129,10 @@ class Layout:
         more_b = -HIDDEN * F.pad(queries, (0, 1), value=True), torch.cat([keys, is_apart], -1)
         borders = torch.searchsorted(group, F.pad(number, (0, 1), value=groups).short().repeat(rows, 1))
         borders = F.pad((borders + longest * row[:, None]).flatten(), (0, 1), value=rows * longest)
-        return Layout(
-            lists, (tokens + length * row[:, None]).flatten(), (slots + longest * row[:, None, None]).flatten(0, 1),
-            Call(borders.int(), longest, -1, args.scaling, more_a),
-            Call(F.pad(row + 1, (1, 0)).int() * length, length, args.window, args.scaling, more_b),
-        )  # fmt: skip
+        tokens, slots = (tokens + length * row[:, None]).flatten(), (slots + longest * row[:, None, None]).flatten(0, 1)
+        a = Call(borders.int(), longest, -1, args.scaling, more_a)
+        b = Call(F.pad(row + 1, (1, 0)).int() * length, length, args.window, args.scaling, more_b)
+        return Layout(lists, tokens, slots, a, b)
 
 
 class Attention(torch.autograd.Function):
@@ -211,10 +210,10 @@ class Call:
             return [x[..., :size].float() for x in grads]
         totals = [torch.zeros(x.shape) for x in (q, k, v)]
         for rows, keys, mask in self.cpu_pieces(q):
+            pieces = (cut(dout, rows, q), cut(q, rows, q), cut(k, keys, q), cut(v, keys, q), cut(out, rows, q))
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                cut(dout, rows, q), cut(q, rows, q), cut(k, keys, q), cut(v, keys, q), cut(out, rows, q),
-                lse[None, :, rows].contiguous(), 0.0, False, attn_mask=mask, scale=self.scaling,
-            )  # fmt: skip
+                *pieces, lse[None, :, rows].contiguous(), 0.0, False, attn_mask=mask, scale=self.scaling
+            )
             for total, part, where in zip(totals, grads, (rows, keys, keys), strict=True):
                 total[where] += part[0].float().unflatten(0, (total.shape[1], -1)).sum(1).transpose(0, 1)
         return [x[..., :size] for x in totals]

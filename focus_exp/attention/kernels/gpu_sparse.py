@@ -35,6 +35,7 @@ SPAN = 128  # tokens that a span is a multiple of
 SCAN_BLOCK = 64  # chunks
 SINK_CHUNK = 2048  # queries per program of the sinks' gradients
 PROGRAMS = 8  # per multiprocessor, over all sequences and heads: several run at a time, and loads differ
+Saved = tuple[Tensor, Tensor, Tensor]  # gradient of the output, logsumexp, and their delta
 
 
 class Triton(Backend):
@@ -155,13 +156,11 @@ class Layout:
             return torch.empty(shape, dtype=dtype, device=device)
 
         bits = [new(rows, length * n if min(r, s) > 1 else 1, dtype=torch.int64) for n in (1, s)]
-        return Layout(
-            setup, ahead=new(2, rows, chunks + 1, block_of(groups)),
-            entries=new(rows, length * r), visible=new(rows, length * r), memberships=new(rows, length),
-            keys=new(rows, length * s), slots=new(rows, length, s), query_bits=bits[0], key_bits=bits[1],
-            sorted_k=new(batch, heads, length * s, size, dtype=k.dtype),
-            sorted_v=new(batch, heads, length * s, size, dtype=v.dtype),
-        )  # fmt: skip
+        queries = {"entries": new(rows, length * r), "visible": new(rows, length * r), "query_bits": bits[0]}
+        keys = {"keys": new(rows, length * s), "slots": new(rows, length, s), "key_bits": bits[1]}
+        tokens = {"ahead": new(2, rows, chunks + 1, block_of(groups)), "memberships": new(rows, length)}
+        sorted_k, sorted_v = (new(batch, heads, length * s, size, dtype=x.dtype) for x in (k, v))
+        return Layout(setup, **tokens, **queries, **keys, sorted_k=sorted_k, sorted_v=sorted_v)
 
     @staticmethod
     def of(setup: Setup, k: Tensor, v: Tensor) -> Layout:
@@ -173,7 +172,7 @@ class Layout:
         described = (setup.query_groups, setup.key_groups, setup.begins, setup.valid_or_placeholder)
         kernels().count_members[(chunks, batch * lists)](
             *described, counts, length, chunks, setup.sinks, lists, **common
-        )  # fmt: skip
+        )
         kernels().scan_counts[(2 * batch * lists,)](counts, layout.ahead, chunks, BK=width, BC=SCAN_BLOCK)
         kernels().place_tokens[(chunks, heads, batch)](
             k, v, layout.sorted_k, layout.sorted_v, *described, layout.ahead, layout.entries, layout.visible,
@@ -209,13 +208,21 @@ class Layout:
 SETUP = "Tensor query_groups, Tensor key_groups, Tensor begins, Tensor? valid"
 NUMBERS = "int query_groups_of_token, int key_groups_of_token, int window, int sinks, float scaling, float softcap"
 LISTS = len(fields(Layout)) - 1
+ATTEND = (
+    f"(Tensor q, Tensor k, Tensor v, {SETUP}, Tensor? logits, Tensor? query_gates, Tensor? key_gates, {NUMBERS}, "
+    f"float slope) -> ({', '.join(['Tensor'] * (2 + LISTS))})"
+)
+BACKWARD = (
+    f"(Tensor dout, Tensor lse, Tensor delta, Tensor q, Tensor k, Tensor v, {SETUP}, Tensor[] lists, "
+    f"Tensor? query_gates, Tensor? key_gates, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+ROUTE = (
+    "(Tensor products, Tensor bias, Tensor worth_bias, Tensor limits, Tensor top_k, Tensor start, int local, "
+    "bool is_pair, bool has_halves) -> (Tensor, Tensor)"
+)
 
 
-@torch.library.custom_op(
-    "focus_exp::gpu_attend", mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {SETUP}, Tensor? logits, Tensor? query_gates, Tensor? key_gates, "
-    f"{NUMBERS}, float slope) -> ({', '.join(['Tensor'] * (2 + LISTS))})",
-)  # fmt: skip
+@torch.library.custom_op("focus_exp::gpu_attend", mutates_args=(), schema=ATTEND)
 def gpu_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Return output, logsumexp, and the tensors of a `Layout`, which the backward reads; see `attend`."""
     setup, logits, args = read_arguments(others)
@@ -240,30 +247,20 @@ def read_arguments(others: tuple[Any, ...]) -> tuple[Setup, Tensor | None, Atten
     return setup, logits, AttentionArgs(scaling, softcap or None)
 
 
-@torch.library.custom_op(
-    "focus_exp::gpu_attend_backward", mutates_args=(),
-    schema=f"(Tensor dout, Tensor lse, Tensor delta, Tensor q, Tensor k, Tensor v, {SETUP}, Tensor[] lists, "
-    f"Tensor? query_gates, Tensor? key_gates, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
-def gpu_attend_backward(
-    dout: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, query_groups: Tensor, key_groups: Tensor,
-    begins: Tensor, valid: Tensor | None, lists: list[Tensor], query_gates: Tensor | None, key_gates: Tensor | None,
-    *numbers: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+@torch.library.custom_op("focus_exp::gpu_attend_backward", mutates_args=(), schema=BACKWARD)
+def gpu_attend_backward(dout: Tensor, lse: Tensor, delta: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Return the float32 gradients of q, k and v, and of both gates `(B, G, T, K)`, empty where not given."""
-    *limits, scaling, softcap = numbers
-    layout = Layout(Setup.unpack((query_groups, key_groups, begins, valid), limits), *lists)
-    args = AttentionArgs(scaling, softcap or None)
-    dq, dquery_gates = backward_queries(q, k, v, dout, lse, delta, key_gates, layout, args)
-    dk, dv, dkey_gates = backward_keys(q, k, v, dout, lse, delta, query_gates, layout, args)
+    q, k, v, *setup, lists, query_gates, key_gates, per_query, per_key, window, sinks, scaling, softcap = others
+    layout = Layout(Setup.unpack(setup, (per_query, per_key, window, sinks)), *lists)
+    args, saved = AttentionArgs(scaling, softcap or None), (dout, lse, delta)
+    dq, dquery_gates = backward_queries(q, k, v, saved, key_gates, layout, args)
+    dk, dv, dkey_gates = backward_keys(q, k, v, saved, query_gates, layout, args)
     return dq, dk, dv, *(q.new_empty(0) if x is None else x.contiguous() for x in (dquery_gates, dkey_gates))
 
 
 @gpu_attend_backward.register_fake
-def fake_attend_backward(
-    dout: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, query_groups: Tensor, key_groups: Tensor,
-    begins: Tensor, valid: Tensor | None, lists: list[Tensor], query_gates: Tensor | None, *others: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def fake_attend_backward(dout: Tensor, lse: Tensor, delta: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    q, k, v, _query_groups, key_groups, _begins, _valid, _lists, query_gates, *_ = others
     batch, _, length, groups = key_groups.shape
     shapes = [(batch, k.shape[1], length, groups) if query_gates is not None else (0,)] * 2
     dtype = torch.float32 if query_gates is not None else q.dtype
@@ -335,9 +332,8 @@ def attend(
 
 
 def backward_queries(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, key_gates: Tensor | None, layout: Layout,
-    args: AttentionArgs,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, saved: Saved, key_gates: Tensor | None, layout: Layout, args: AttentionArgs
+) -> tuple[Tensor, Tensor | None]:
     """Return dq `(n, H, D)`, and `(B, G, T, K)`, the gradient of `query_gates`, given `key_gates` `(B, N, T, K)`.
 
     The straight-through gradient is that of slope * query_gates_i . key_gates_j added to the scores of distant pairs,
@@ -353,7 +349,6 @@ def backward_queries(
     partial_gate = layout.new_partial(span, heads, dgate.shape[2], dtype=torch.float32)
     queries, keys = strides(q, k, v)
     common = score_settings(q, k, args) | {"K": count, "BK": block_of(count), "GATED": key_gates is not None}
-    saved = (dout, lse, delta)
     for first in firsts:
         chunks = chunk_range(first, span, length)
         launch(
@@ -377,9 +372,8 @@ def backward_queries(
 
 
 def backward_keys(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, query_gates: Tensor | None,
-    layout: Layout, args: AttentionArgs,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, saved: Saved, query_gates: Tensor | None, layout: Layout, args: AttentionArgs
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return dk, dv `(n, G, D)`, and `(B, G, T, K)`, the gradient of the key_gates, given the queries' query_gates."""
     setup, (n, heads, size), groups = layout.setup, q.shape, k.shape[1]
     batch, lists, length, count = setup.key_groups.shape
@@ -389,7 +383,7 @@ def backward_keys(
     sorted_gate = torch.empty(*sorted_dk.shape[:3], width, device=q.device)
     dk, dv = (torch.empty(n, groups, size, device=q.device) for _ in range(2))
     queries, keys = strides(q, k, v)
-    common, saved = score_settings(q, k, args), (dout, lse, delta)
+    common = score_settings(q, k, args)
     chunks = -(-length // CHUNK)
     launch(
         kernels().groups_backward_keys, group_grid(layout, length, heads, over_keys=True),
@@ -438,25 +432,21 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
     """
     can_halve = can_multiply_halves(h)
     products = multiply_halves(h, weights.packed) if can_halve else h.flatten(0, 1).float() @ weights.weight
-    queries, keys = gpu_route(
-        products, weights.bias, weights.worth_bias, weights.limits, weights.top_k, start.contiguous(), local, is_pair,
-        can_halve,
-    )  # fmt: skip
+    selected = (weights.bias, weights.worth_bias, weights.limits, weights.top_k)
+    queries, keys = gpu_route(products, *selected, start.contiguous(), local, is_pair, can_halve)
     return queries.view(torch.bool), keys.view(torch.bool)
 
 
-@torch.library.custom_op("focus_exp::gpu_route", mutates_args=())
-def gpu_route(
-    products: Tensor, bias: Tensor, worth_bias: Tensor, limits: Tensor, top_k: Tensor, start: Tensor, local: int,
-    is_pair: bool, has_halves: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op("focus_exp::gpu_route", mutates_args=(), schema=ROUTE)
+def gpu_route(products: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Return the groups `(B, N, T, K)` uint8 of queries and of keys, see the kernel `select_groups`."""
-    (batch, length), (heads, _, count) = start.shape, bias.shape
-    queries, keys = fake_route(products, bias, worth_bias, limits, top_k, start)
-    kernels().select_groups[(-(-length // CHUNK), heads, batch)](
-        products, bias, worth_bias, limits, top_k, start, queries, keys, length, local,
-        products.shape[1] // (1 + has_halves), K=count, BK=block_of(count), C=CHUNK, PAIR=is_pair, HALVES=has_halves,
-    )  # fmt: skip
+    *weights, start, local, is_pair, has_halves = others
+    (batch, length), (heads, _, count) = start.shape, weights[0].shape
+    queries, keys = fake_route(products, *others)
+    numbers = (length, local, products.shape[1] // (1 + has_halves))
+    sizes = {"K": count, "BK": block_of(count), "C": CHUNK, "PAIR": is_pair, "HALVES": has_halves}
+    grid = (-(-length // CHUNK), heads, batch)
+    kernels().select_groups[grid](products, *weights, start, queries, keys, *numbers, **sizes)
     return queries, keys
 
 
@@ -527,13 +517,12 @@ def strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, int], dict[str, 
 def score_settings(q: Tensor, k: Tensor, args: AttentionArgs) -> dict[str, Any]:
     """Return head sizes, units of scores and precision of products."""
     (_, heads, size), log2e = q.shape, 1 / math.log(2)  # the kernels' scores are in units of ln 2
+    precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+    sizes = {"HG": heads // k.shape[1], "D": size, "BD": block_of(size), "PRECISION": precision}
     units: dict[str, Any] = {"scale": args.scaling * log2e, "cap": 0.0, "SOFTCAP": False}
     if args.softcap is not None:
         units = {"scale": args.scaling / args.softcap, "cap": args.softcap * log2e, "SOFTCAP": True}
-    return units | {
-        "HG": heads // k.shape[1], "D": size, "BD": block_of(size),
-        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
+    return units | sizes
 
 
 def block_of(size: int) -> int:

@@ -18,10 +18,9 @@ BLOCKS: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {
 }
 # for float32, where larger tiles read outside of memory on an H200 (Triton 3.6), and for a GPU with less shared memory
 SMALL = [(64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
-NUMBERS = frozenset(
-    ("n", "length", "chunks", "chunk", "first", "last", "span", "lists", "per_query", "per_key", "window", "sinks",
-     "heads", "gate_heads", "local")
-)  # arguments whose values, 1 and multiples of 16 included, do not change a kernel  # fmt: skip
+# arguments whose values, 1 and multiples of 16 included, do not change a kernel
+NUMBERS = {"n", "length", "chunks", "chunk", "first", "last", "span", "lists", "per_query", "per_key"}
+NUMBERS |= {"window", "sinks", "heads", "gate_heads", "local"}
 _fitting: dict[tuple[str, int, bool], int] = {}
 
 
