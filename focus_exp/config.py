@@ -62,11 +62,6 @@ class AttentionConfig(Options):
     window: int = option(128, least=0)
     backend: str = option("auto", choices=BACKENDS)
 
-    @property
-    def routing(self) -> dict[str, Any]:
-        """Return what `set_routing` is given for the configured hard routing."""
-        return {name: getattr(self, name) for name in ("top_k", "pair_rule") if hasattr(self, name)}
-
 
 @dataclass
 class FocusConfig(FocusOptions, RouterTraining, AttentionConfig):

@@ -210,6 +210,6 @@ def test_attached_model_with_softcap_refuses_flash(tiny_model):
 @pytest.mark.parametrize("clock", ["attention", "attention step"])
 def test_time_cases_times_flash(clock):
     layer = Layer(Shape(8, 2, 1, 8), 5, 1, torch.float32, torch.device("cpu"), backend="flash", repeats=1)
-    measured = list(time_cases(layer, 48, [Case.focus(layer, balanced(4, 48))], (clock,)))
+    measured = list(time_cases(layer, 48, [Case.from_groups(layer, "focus", balanced(4, 48))], (clock,)))
     assert {m.settings["path"] for m in measured} == {"flash"}
     assert all(m.value > 0 for m in measured if m.metric == "speedup")

@@ -21,7 +21,7 @@ from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, local_only_selection, select
 from focus_exp.models.methods import attached_methods
 from focus_exp.speed import workload
-from focus_exp.speed.workload import Shape, Tensors, full_attention, run_full_step
+from focus_exp.speed.workload import Shape, Tensors, full_work, rank_full_attention
 
 CPU = torch.device("cpu")
 SHAPE = Shape(width=8, heads=2, kv_heads=1, head_dim=8)
@@ -189,10 +189,10 @@ def test_full_attention_leaves_out_kernels_that_refuse(monkeypatch):
     tensors = Tensors.random(SHAPE, 8, torch.float32, CPU)
     works = {"sdpa-flash": refused, "sdpa-cudnn": refused, "sdpa-efficient": lambda: tensors.k}
     monkeypatch.setattr(workload, "full_attention_kernels", lambda _: works)
-    assert full_attention(tensors, CPU)[0] == "sdpa-efficient"
+    assert rank_full_attention(tensors, CPU) == ["sdpa-efficient"]
     works["sdpa-efficient"] = refused
     with pytest.raises(RuntimeError, match="no full attention for torch.float32 on cpu"):
-        full_attention(tensors, CPU)
+        rank_full_attention(tensors, CPU)
 
 
 def test_full_attention_training_needs_backward(monkeypatch):
@@ -203,9 +203,8 @@ def test_full_attention_training_needs_backward(monkeypatch):
 
     works = {"forward alone": lambda: exact().detach(), "both": exact, "neither": refused}
     monkeypatch.setattr(workload, "full_attention_kernels", lambda _: works)
-    name, work = full_attention(tensors, CPU)
-    assert name == "both"
-    run_full_step(work, tensors)
+    assert rank_full_attention(tensors, CPU) == ["both"]
+    full_work("both", tensors)()
 
 
 def test_masked_attention_cuda_gqa_repeats_keys(monkeypatch):

@@ -77,25 +77,27 @@ def test_groups_repeat_beyond_their_scores():
 @torch.no_grad()
 def test_benchmark_case_equals_masked_and_full_attention():
     tensors = Tensors.random(SHAPE, 100, torch.float32, CPU)
-    case = Case.focus(LAYER, balanced(3, 100))
+    case = Case.from_groups(LAYER, "focus", balanced(3, 100))
     out = case.work("attention", tensors)()
     torch.testing.assert_close(out, case.work("kernels", tensors)(), atol=0, rtol=0)
     run = case.work("attention", tensors)
     case.method.backend = "masked"
     torch.testing.assert_close(out, run(), atol=1e-5, rtol=1e-5)
-    everything = Case.focus(LAYER, balanced(1, 100)).work("attention", tensors)()
+    everything = Case.from_groups(LAYER, "focus", balanced(1, 100)).work("attention", tensors)()
     for full in full_attention_kernels(tensors).values():
         torch.testing.assert_close(everything, full(), atol=1e-5, rtol=1e-5)
 
 
 def test_layer_timings_describe_what_ran():
-    cases = [Case.focus(LAYER, balanced(2, 100)), Case.focus(LAYER, balanced(4, 100, top_k=2))]
+    cases = [Case.from_groups(LAYER, "focus", groups) for groups in (balanced(2, 100), balanced(4, 100, top_k=2))]
     rows = timings(time_cases(LAYER, 100, cases, ("attention", "kernels")))
     assert [(r.clock, r.groups, r.top_k) for r in rows] == [
         ("attention", 2, 1), ("kernels", 2, 1), ("attention", 4, 2), ("kernels", 4, 2),
     ]  # fmt: skip
     assert all(r.path == "cpu" and r.speedup > 0 and r.density < 1 and r.full_kernel in ("sdpa", "cpu") for r in rows)
     assert rows[0].full_latency_ms == rows[3].full_latency_ms  # one full attention for all, in the same rounds
+    (captured,) = timings(time_cases(replace(LAYER, graphs=True), 100, cases[:1]))  # no graphs on a CPU
+    assert captured.path == "cpu" and captured.full_kernel in ("sdpa", "cpu")
     (step,) = timings(time_cases(LAYER, 100, cases[:1], ("attention step",)))
     assert step.clock == "attention step" and step.latency_ms > 0
 
@@ -241,18 +243,18 @@ def test_bench_job_times_a_fitted_router(tmp_path, monkeypatch, method, fails):
     if fails:
         monkeypatch.setattr(bench, "time_prefill", Mock(side_effect=RuntimeError("out of everything")))
     lengths = ["bench.lengths=[300]", "bench.prefill_lengths=[32,48]", "bench.decode_lengths=[40]"]
-    clear = ["bench.step_lengths=[]", "attention.density=0.3"]
+    more = ["bench.step_lengths=[40]", "bench.methods=[window]", "attention.density=0.3"]
     options = [f"attention={method}", "recipe=none", "attention.groups=4", "attention.top_k=1"]
-    succeed(*fitting(*tiny(tmp_path), "job=bench", *options, *FIT, *lengths, *clear))
+    succeed(*fitting(*tiny(tmp_path), "job=bench", *options, *FIT, *lengths, *more))
     rows = timings(record_of(tmp_path).measurements)
     cases = [(row.clock, row.method, row.seq_len) for row in rows]
-    timed = [("attention", 300), ("prefill", 32), ("prefill", 48), *[("decode model", 40)] * 2]
-    assert cases == [(clock, method, length) for clock, length in timed]
+    timed = [("attention", 300), ("attention step", 40), ("prefill", 32), ("prefill", 48), *[("decode model", 40)] * 2]
+    assert cases == [*((clock, method, length) for clock, length in timed), ("attention", "window", 300)]
     for row in rows:
         if fails and row.clock == "prefill":
             assert "out of everything" in row.error
             continue
-        assert row.speedup and 0 < row.density < 1
+        assert row.speedup and (row.density is None) == (row.method == "window")
         assert row.latency_ms > 0 and row.full_latency_ms > 0
     assert rows[0].path == "cpu"
     table = (only_run(tmp_path) / "table.md").read_text()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import UnionType
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 PAIR_RULES = ("query_topk", "share")
 MAX_SEED = 2**32 - 1  # NumPy's limit
@@ -43,7 +44,17 @@ def option(
 
 @dataclass
 class Options:
-    """Base of the options of every method."""
+    """Base of the options of every method; what they say of it needs no import of torch.
+
+    Attributes:
+        is_trainable: a phase with trainable: router trains the method's parameters alone.
+        is_soft: `route` may return an assignment `(B, T, K)` alone, which gates every pair. Hard routing is then
+            `select(assignment, top_k, pair_rule)`. Both are measured, at every `top_k`, next to controls of the same
+            group sizes, and balanced groups are timed in place of the method's own.
+    """
+
+    is_trainable: ClassVar[bool] = False
+    is_soft: ClassVar[bool] = False
 
     @classmethod
     def create(cls, **values: Any) -> Self:
@@ -59,6 +70,15 @@ class Options:
     def invalid_reason(self) -> str | None:
         """Return why values that are valid one by one do not go together."""
         return None
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """Return what `set_routing` is given for the configured hard routing."""
+        return {name: getattr(self, name) for name in ("top_k", "pair_rule") if hasattr(self, name)}
+
+    def routings(self, top_ks: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """Return what `set_routing` is given for each of `top_ks`, by default for those that are measured."""
+        return [self.routing | {"top_k": k} for k in top_ks if "top_k" in self.routing] or [self.routing]
 
 
 @dataclass
@@ -92,6 +112,9 @@ class FitOptions(Options):
 class FocusOptions(GroupOptions):
     """Options of `focus`, by the paper's symbols; the last four are its remedies against router collapse (table 8)."""
 
+    is_trainable = True
+    is_soft = True
+
     routing_dim: int = option(16, least=1)
     temperature: float = option(0.05, above=0)
     normalize: bool = option(True)
@@ -112,6 +135,9 @@ class FocusOptions(GroupOptions):
             return f"gate_threshold must be 0 with gate=multiplicative (got {self.gate_threshold}). Or use gate=log."
         return None
 
+    def routings(self, top_ks: Sequence[int] = ()) -> list[dict[str, Any]]:
+        return super().routings(top_ks or range(1, self.groups + 1))
+
 
 @dataclass
 class RouterTraining(Options):
@@ -128,6 +154,8 @@ class RouterTraining(Options):
 @dataclass
 class FocusDualOptions(LocalOptions):
     """Options of `focus_dual`."""
+
+    is_trainable = True
 
     groups: int = option(32, least=2)
     top_k: int = option(4, least=1, most="groups")
@@ -150,6 +178,10 @@ class FocusDualOptions(LocalOptions):
                     f"groups={self.groups}, or a list of such integers, one per head (got {entry!r})"
                 )
         return None
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        return super().routing if self.groups_per_layer is None else {}  # else the number of groups of each head
 
 
 @dataclass

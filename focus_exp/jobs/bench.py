@@ -22,20 +22,23 @@ from focus_exp.training.precision import has_native_bf16
 
 
 def bench(config: Config) -> None:
-    """Time Focus against full attention on this device: one layer, forward and backward, prefill, decode.
+    """Time a method against full attention on this device: one layer, forward and backward, prefill, decode.
 
     attention.backend=<kernel> says why a kernel is not available. Those of Triton were checked and timed on an H200
     (runs/records/gpu).
     """
     settings = config.bench
     config = compose_router(config)
-    if not config.has_router:
-        check_fitted(config)
+    attention = config.attention
+    if not (attention.is_soft or config.adapter or trains_router(config)):  # has no groups but its own
+        raise UserError(
+            f"attention.calibration_sequences must be > 0 with attention={attention.name} (got 0). Or type adapter=."
+        )
     methods = compose_methods(config)
     if print_finished(config):
         return
     with open_run(config) as run:
-        if config.has_router and settings.dtype == "bf16" and not has_native_bf16(run.precision.device):
+        if settings.dtype == "bf16" and not has_native_bf16(run.precision.device):
             run.warn("bench.dtype should be float32 (got bf16): this CPU emulates bfloat16, which distorts layer times")
         setup = prepare(run)
         model = setup.model
@@ -43,7 +46,7 @@ def bench(config: Config) -> None:
             setup.measure_base()
         is_trained = load_or_fit_router(run, setup)
         run.record.method |= {"methods": methods} if methods else {}
-        set_routing(model, hard=True, **config.attention.routing)
+        set_routing(model, hard=True, **attention.routing)
         sequences = setup.perplexity.blocks
         timed = fit_lengths(run, model)
         benchmark = SpeedBenchmark(timed, model, sequences, run.precision, is_trained, methods)
@@ -69,23 +72,14 @@ def fit_lengths(run: Run, model: PreTrainedModel) -> Config:
     return replace(run.config, bench=replace(bench, prefill_lengths=prefill, decode_lengths=decode))
 
 
-def check_fitted(config: Config) -> None:
-    """Raise UserError for what is timed of Focus alone, or where a method would not be fitted."""
-    name, settings = config.attention.name, config.bench
-    for key in ("step_lengths", "methods"):
-        if value := getattr(settings, key):
-            raise UserError(f"bench.{key} must be empty with attention={name} (got {value}).")
-    if not config.adapter and not trains_router(config):
-        raise UserError(f"attention.calibration_sequences must be > 0 with attention={name} (got 0). Or type adapter=.")
-
-
 def compose_methods(config: Config) -> Methods:
     """Return the options of `bench.methods`, which are names of conf/attention."""
     methods = {}
     for name in config.bench.methods:
         chosen = [f"attention={name}", "recipe=none"]
         attention = compose_overrides(command_overrides(), chosen, changes_method=True).attention
-        if attention.method in ("full", "focus"):
-            raise UserError(f"bench.methods must not contain {name}: full attention and Focus are always timed.")
+        if attention.method in ("full", config.attention.method):
+            timed = f"full attention and attention={config.attention.name} are always timed"
+            raise UserError(f"bench.methods must not contain {name}: {timed}.")
         methods[name] = {"method": attention.method, **get_method_options(attention)}
     return methods

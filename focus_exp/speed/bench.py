@@ -84,12 +84,14 @@ class SpeedBenchmark:
 
     def time_layer(self, length: int, backward: bool = False) -> Iterable[Measurement]:
         """Time one layer of the attached method."""
-        if self.config.has_router:
-            cases = [Case.focus(self.layer, groups) for groups in self.groupings(length)]
-            return time_cases(self.layer, length, cases, ("attention step",) if backward else ("attention", "kernels"))
-        (method, hidden), name = self.fitted_layer, self.config.attention.name
-        case = Case(self.layer, name, {"method": name, "assignment": "trained"}, lambda: method)
-        return time_cases(self.layer, length, [case], hidden=hidden)
+        clocks = ("attention step",) if backward else ("attention",)
+        if self.config.attention.is_soft:
+            groupings = self.groupings(length)
+            cases = [Case.from_groups(self.layer, self.config.attention.method, groups) for groups in groupings]
+            return time_cases(self.layer, length, cases, clocks if backward else (*clocks, "kernels"))
+        (method, hidden), (name, settings) = self.fitted_layer, self.case
+        case = Case(self.layer, name, settings | {"assignment": "trained"}, lambda: method)
+        return time_cases(self.layer, length, [case], clocks, hidden)
 
     def time_model(self, measure: Callable[..., Iterable[Measurement]], length: int) -> Iterable[Measurement]:
         """Time the whole model on `length` tokens."""
@@ -120,20 +122,20 @@ class SpeedBenchmark:
     @property
     def case(self) -> tuple[str, dict[str, Any]]:
         """Return name and settings of the attached method."""
-        if not self.config.has_router:
-            name = self.config.attention.name
-            return name, {"method": name}
-        assignment = "trained" if self.is_trained else "balanced"
-        router = {key: getattr(self.config.focus, key) for key in ("groups", "top_k", "pair_rule", "window")}
-        return "focus", router | {"assignment": assignment}
+        attention: Any = self.config.attention
+        if not attention.is_soft:
+            return attention.name, {"method": attention.name}
+        settings = {"groups": attention.groups, **attention.routing, "window": attention.window}
+        return attention.method, settings | {"assignment": "trained" if self.is_trained else "balanced"}
 
     def groupings(self, length: int) -> list[Groups]:
         """Return balanced groups of every K and those of the router, each at every top_k."""
-        attention, settings, groupings = self.config.focus, self.config.bench, list[Groups]()
+        attention: Any = self.config.attention
+        settings, groupings, rule = self.config.bench, list[Groups](), attention.pair_rule
         for top_k in settings.top_k:
-            groupings += [balanced(k, length, top_k, attention.pair_rule) for k in settings.groups if top_k <= k]
+            groupings += [balanced(k, length, top_k, rule) for k in settings.groups if top_k <= k]
             if self.is_trained and top_k <= attention.groups:
-                groupings.append(Groups("trained", self.router_scores, top_k, attention.pair_rule))
+                groupings.append(Groups("trained", self.router_scores, top_k, rule))
         return groupings
 
     @cached_property

@@ -22,14 +22,14 @@ from focus_exp.speed.workload import (
     Groups,
     Shape,
     Tensors,
-    full_attention,
-    full_attention_kernels,
-    run_full_step,
+    full_work,
+    rank_full_attention,
 )
 
 ROUND_SECONDS = 20.0  # total of a case: slower calls are repeated less often
 MIN_REPEATS = 3
 GRAPH = ", graph"  # what the path of a captured CUDA graph ends in
+FULL = "full "  # what the name of a kernel of full attention begins with
 
 Methods = dict[str, dict[str, Any]]  # name -> method in the registry and its options
 
@@ -77,17 +77,12 @@ class Case:
     groups: Groups | None = None
 
     @staticmethod
-    def focus(layer: Layer, groups: Groups) -> Case:
-        """Return the case of Focus with hard routing by some groups."""
-        build = partial(
-            build_method, layer, "focus", groups=groups.count, window=layer.window, sinks=layer.sinks,
-            top_k=groups.top_k, pair_rule=groups.pair_rule, train_with="hard",
-        )  # fmt: skip
-        settings = {
-            "groups": groups.count, "assignment": groups.assignment, "top_k": groups.top_k,
-            "pair_rule": groups.pair_rule, "window": layer.window,
-        }  # fmt: skip
-        return Case(layer, "focus", settings, build, groups)
+    def from_groups(layer: Layer, method: str, groups: Groups) -> Case:
+        """Return the case of hard routing by some groups in place of the method's own."""
+        routing = {"top_k": groups.top_k, "pair_rule": groups.pair_rule, "window": layer.window}
+        build = partial(build_method, layer, method, groups=groups.count, sinks=layer.sinks, **routing)
+        settings = {"groups": groups.count, "assignment": groups.assignment, **routing}
+        return Case(layer, method, settings, build, groups)
 
     @cached_property
     def method(self) -> AttentionMethod:
@@ -151,13 +146,16 @@ def time_cases(
     works, errors = dict[str, Work](), dict[str, str]()
     with torch.set_grad_enabled(backward):
         tensors = layer_tensors(layer, length, backward, hidden)
-        kernel, _ = full_attention(tensors, device)
-        makers: dict[str, Callable[[Tensors], Work]] = {"full": partial(full_work, kernel)}
+        # as graphs another one may be the fastest
+        kernels = rank_full_attention(tensors, device)[: None if layer.graphs else 1]
+        makers: dict[str, Callable[[Tensors], Work]] = {f"{FULL}{name}": partial(full_work, name) for name in kernels}
         makers |= {f"{n} {clock}": partial(case.work, clock) for n, case in enumerate(cases) for clock in clocks}
         total = 0.0
         for name, make in makers.items():
             try:
                 work = make(tensors)
+                if device.type == "cuda":
+                    work()  # compiles, which takes longer than what is timed
                 total += time_once(work, device)
                 works[name] = work
             except (RuntimeError, ValueError) as error:
@@ -171,11 +169,11 @@ def time_cases(
         captured = {name + GRAPH: capture(work) for name, work in works.items()} if layer.graphs else {}
         works |= {name: work for name, work in captured.items() if work is not None}
         seconds = time_in_turns(works, repeats, device)
-    fastest = min((name for name in seconds if name.startswith("full")), key=lambda name: seconds[name])
-    full = {"seconds": seconds[fastest], "peak_bytes": peaks["full"]}
+    fastest = min((name for name in seconds if name.startswith(FULL)), key=lambda name: seconds[name])
+    full = {"seconds": seconds[fastest], "peak_bytes": peaks[fastest.removesuffix(GRAPH)]}
     shared = {
         "seq_len": length, "layer": str(layer.shape), "dtype": str(layer.dtype).removeprefix("torch."),
-        "full_kernel": fastest.replace("full", kernel), "repeats": repeats,
+        "full_kernel": fastest.removeprefix(FULL), "repeats": repeats,
     }  # fmt: skip
     for (number, case), clock in product(enumerate(cases), clocks):
         name, settings = f"{number} {clock}", {"clock": clock, **shared, **case.settings}
@@ -195,12 +193,6 @@ def time_cases(
 
 def plain_sequence(tensors: Tensors) -> Sequence:
     return Sequence.plain(1, tensors.length, tensors.hidden.device)
-
-
-def full_work(kernel: str, tensors: Tensors) -> Work:
-    """Return full attention by a kernel, forward and backward where q requires gradients."""
-    work = full_attention_kernels(tensors)[kernel]
-    return partial(run_full_step, work, tensors) if tensors.q.requires_grad else work
 
 
 def capture(work: Work) -> Work | None:

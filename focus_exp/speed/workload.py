@@ -92,22 +92,26 @@ def balanced(groups: int, length: int, top_k: int = 1, pair_rule: str = "query_t
     return Groups("balanced", others + F.one_hot(first, groups), top_k, pair_rule)
 
 
-def full_attention(tensors: Tensors, device: torch.device) -> tuple[str, Work]:
-    """Return the name and call of the fastest causal full attention, with a backward where q requires gradients.
+def rank_full_attention(tensors: Tensors, device: torch.device) -> list[str]:
+    """Return the kernels of causal full attention that take these tensors, the fastest first.
 
     Raises:
-        RuntimeError: there is none for these tensors.
+        RuntimeError: there is none.
     """
-    works = full_attention_kernels(tensors)
     seconds = {}
-    for name, work in works.items():
-        timed = partial(run_full_step, work, tensors) if tensors.q.requires_grad else work
+    for name in full_attention_kernels(tensors):
+        work = full_work(name, tensors)
         with suppress(RuntimeError), torch.set_grad_enabled(tensors.q.requires_grad):  # it does not take these tensors
-            seconds[name] = min(time_once(timed, device) for _ in range(2))  # the first call loads it
+            seconds[name] = min(time_once(work, device) for _ in range(2))  # the first call loads it
     if not seconds:
         raise RuntimeError(f"no full attention for {tensors.q.dtype} on {device}")
-    best = min(seconds, key=lambda name: seconds[name])
-    return best, works[best]
+    return sorted(seconds, key=lambda name: seconds[name])
+
+
+def full_work(kernel: str, tensors: Tensors) -> Work:
+    """Return full attention by a kernel, forward and backward where q requires gradients."""
+    work = full_attention_kernels(tensors)[kernel]
+    return partial(run_full_step, work, tensors) if tensors.q.requires_grad else work
 
 
 def run_full_step(forward: Work, tensors: Tensors) -> None:
