@@ -11,9 +11,11 @@ TESTED := $(STAMP)-evaluation,slurm,sweeps,dashboard,dev
 # need no network: the architectures' shapes, random weights, this repository's files as text
 GPU_BENCH := job=bench bench.graphs=true model.hub_id=null data=files data.files='focus_exp/**/*.py'
 GPU_FIT := recipe=none attention.calibration_sequences=8 attention.validation_sequences=2 attention.fit_steps=8
-GPU_METHODS := "attention=focus attention.groups=8 recipe.phases.router.steps=5" \
-	"attention=focus_dual attention.groups=16 attention.density=0.2 $(GPU_FIT)" \
-	"attention=focus_dual attention.groups=8 attention.density=0.2 $(GPU_FIT)" "attention=key_gate $(GPU_FIT)"
+GPU_FITTED := $(foreach groups,16 8,"attention=focus_dual attention.groups=$(groups) attention.density=0.2 $(GPU_FIT)") \
+	"attention=key_gate $(GPU_FIT)"
+GPU_LAYERS := $(foreach backend,triton flash,"attention=focus attention.backend=$(backend) recipe=none bench.step_lengths=[16384]") \
+	"attention=focus_dual attention.groups=32 attention.density=0.2 $(GPU_FIT)" $(GPU_FITTED)
+GPU_METHODS := "attention=focus attention.groups=8 recipe.phases.router.steps=5" $(GPU_FITTED)
 GPU_LENGTHS := [4096,8192,16384,32768,65536,131072]
 
 .DEFAULT_GOAL := help
@@ -107,8 +109,12 @@ SANITIZED := FOCUS_EXP_CXXFLAGS='-fsanitize=address,undefined -fno-sanitize-reco
 sanitize: $(STAMP)-dev ## the CPU kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(SANITIZED) $(RUN) pytest -n 0 -p no:cacheprovider tests/test_cpu_kernel.py tests/test_kernels.py -k "not triton" $(ARGS)
 
-gpu: ## kernels checked and timed in ten minutes, with torch and triton alone: runs/gpu/gpu.json
-	PYTHONPATH=. $(if $(wildcard $(STAMP)),$(VENV)/bin/python,$(PYTHON)) tests/gpu_clock.py $(ARGS)
+gpu: $(TESTED) ## kernels checked on a CUDA device, and one layer timed: as called and as CUDA graphs
+	TRITON_INTERPRET=0 $(RUN) pytest -m gpu tests/test_gpu.py -k kernels
+	for model in smollm2_135m qwen2_5_coder_0_5b mistral_7b_instruct; do for method in $(GPU_LAYERS); do \
+		$(RUN) focus_exp $(GPU_BENCH) budget=quick model=$$model $$method \
+			bench.lengths=[1024,2048,4096,8192,16384,65536,262144] $(ARGS) || exit; \
+	done; done
 
 gpu-models: $(TESTED) ## tests and benchmarks of whole models that need a CUDA device
 	TRITON_INTERPRET=0 $(RUN) pytest -m gpu $(ARGS)

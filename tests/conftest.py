@@ -7,7 +7,7 @@ import pickle
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
-# kernels run in Triton's interpreter and everything else on the CPU, whatever is installed; `make gpu-models` sets 0
+# kernels run in Triton's interpreter and everything else on the CPU, whatever is installed; `make gpu` sets 0
 if os.environ.get("TRITON_INTERPRET") != "0":
     os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")  # read when triton and torch are imported
 

@@ -1,4 +1,4 @@
-"""Kernels on a GPU against the reference implementation; needs torch and triton alone."""
+"""Kernels on a GPU against the reference implementation."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def transfer(results: Results) -> pd.DataFrame:
 
 
 def gpu(results: Results) -> pd.DataFrame:
-    """Return the timings of `make gpu`, with the name of their file."""
+    """Return the timings of one layer in gpu/ of the records, with the name of their file."""
     files = sorted((results.root / "gpu").glob("*.json")) if results.root else []
     rows = [
         {"file": path.stem, **row} for path in files for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
