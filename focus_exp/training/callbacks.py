@@ -30,7 +30,6 @@ from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.results.metrics import read_metrics, write_metrics
 from focus_exp.training.distributed import all_gather_object, broadcast_object, is_main
-from focus_exp.training.module import LanguageModelTask
 from focus_exp.training.precision import Precision
 
 PROBES = "probe.jsonl"
@@ -44,14 +43,12 @@ log = logging.getLogger(__name__)
 class PhaseBar(callbacks.ProgressBar):
     """Show the steps of a phase and their loss, in a log a line for every tenth."""
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        assert isinstance(module, LanguageModelTask)
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         done, name = trainer.global_step, f"training {module.name}"
         self.bar = ProgressBar(total=trainer.max_steps, initial=done, desc=name, unit="step", leave=True)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        assert isinstance(module, LanguageModelTask)
-        self.bar.set_postfix(loss=f"{module.metrics['loss']:.3f}", refresh=False)
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.bar.set_postfix(loss=f"{outputs['loss']:.3f}", refresh=False)
         self.bar.update()
 
     def on_train_end(self, *_: Any) -> None:
@@ -104,13 +101,12 @@ class Metrics(Callback):
         self.began = self.last = time.perf_counter()
         self.last_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        assert isinstance(module, LanguageModelTask)
-        self.losses.append(module.metrics["loss"])
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].item())
         step, now = trainer.global_step, time.perf_counter()
         if step % self.log_every:
             return
-        values = module.metrics | {
+        values = outputs | {
             "loss": sum(self.losses) / len(self.losses),
             "tokens": step * self.tokens_per_step,
             "tokens_per_second": (step - self.last_step) * self.tokens_per_step / (now - self.last),
@@ -185,6 +181,10 @@ class GateAnnealing(Callback):
         for router in self.routers:
             router.gate_steepness = self.start + (self.final - self.start) * progress
 
+    def on_train_end(self, *_: Any) -> None:
+        for router in self.routers:
+            router.gate_steepness = self.final
+
 
 class CentroidUpdates(Callback):
     """Move centroids without a gradient, by the tokens of whole steps of all processes.
@@ -221,6 +221,10 @@ class CentroidUpdates(Callback):
                 after = kmeans(tokens, len(before), step + 1_000_003 * layer)
                 after = nn.functional.normalize(after, dim=-1) * before.norm(dim=-1).mean()
             before.copy_(after)
+
+    def on_train_end(self, *_: Any) -> None:
+        for method in self.routers.values():
+            method.projected = None
 
 
 class Probe(Callback):

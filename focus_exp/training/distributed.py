@@ -164,7 +164,13 @@ def run_on_rank_zero(model: PreTrainedModel, work: Callable[[], object]) -> None
     if world_size() == 1:
         work()
     elif is_main():
-        announce_passes(model, work)
+        event = FAILED
+        try:
+            with announce_passes(model):
+                work()
+            event = DONE
+        finally:
+            broadcast_object(event)
     else:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         while (event := broadcast_object(None)) == FORWARD:
@@ -174,35 +180,29 @@ def run_on_rank_zero(model: PreTrainedModel, work: Callable[[], object]) -> None
             raise UserError(f"process {rank()} of {world_size()} ends: process 0 has failed")
 
 
-def announce_passes(model: PreTrainedModel, work: Callable[[], object]) -> None:
-    """Run `work`, and announce each forward pass of a sharded model to the other processes."""
-    begun = ended = 0
+@contextmanager
+def announce_passes(model: PreTrainedModel) -> Iterator[None]:
+    """Tell the other processes of each forward pass of a sharded model in the block."""
+    unfinished: list[str] = []
 
     def before(*_: Any) -> None:
-        nonlocal begun
-        if begun > ended:
+        if unfinished:
             raise RuntimeError("an earlier forward pass failed halfway: the processes are out of step")
-        begun += 1
+        unfinished.append(FORWARD)
         broadcast_object(FORWARD)
-
-    def after(*_: Any) -> None:
-        nonlocal ended
-        ended += 1
 
     hooks = []
     if is_sharded(model):
         # before FSDP's own, which waits for the others
-        hooks = [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
-    event = FAILED
+        hooks.append(model.register_forward_pre_hook(before, prepend=True))
+        hooks.append(model.register_forward_hook(lambda *_: unfinished.clear()))
     try:
-        work()
-        if begun > ended:
+        yield
+        if unfinished:
             raise UserError("a forward pass failed halfway, see above. Re-run the same command to resume.")
-        event = DONE
     finally:
         for hook in hooks:
             hook.remove()
-        broadcast_object(event)
 
 
 def strategy_name(settings: TrainerConfig) -> str:
@@ -212,14 +212,9 @@ def strategy_name(settings: TrainerConfig) -> str:
     return "single" if settings.devices * settings.num_nodes == 1 else "ddp"
 
 
-def active_strategy(settings: TrainerConfig) -> str:
-    """Return the strategy in use: single in jobs that form no process group."""
-    return strategy_name(settings) if dist.is_initialized() else "single"
-
-
 def place_base(model: PreTrainedModel, config: Config, device: torch.device) -> None:
-    """Move a loaded base to this process's device, or its shard with fsdp."""
-    if active_strategy(config.trainer) == "fsdp":
+    """Move a loaded base to this process's device, or its shard with fsdp in jobs that form a process group."""
+    if dist.is_initialized() and strategy_name(config.trainer) == "fsdp":
         shard(model, device)
     elif not getattr(model, "is_quantized", False):  # which is there
         nn.Module.to(model, device)

@@ -62,8 +62,8 @@ class LanguageModelTask(pl.LightningModule):
             raise UserError(f"recipe.phases.{name}.trainable={phase.trainable}: the model has no such parameters.")
         self.restored: dict[str, Any] = {}
 
-    def training_step(self, batch: dict[str, Tensor], index: int) -> None:
-        """Take an optimizer step on `batch["input_ids"]` `(B, T)`; `metrics` are its loss, gradient norm and rate."""
+    def training_step(self, batch: dict[str, Tensor], index: int) -> dict[str, Any]:
+        """Take an optimizer step on `batch["input_ids"]` `(B, T)`; returns its loss, gradient norm and rate."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         losses, parts = [], batch["input_ids"].split(self.batch_size)
@@ -83,11 +83,11 @@ class LanguageModelTask(pl.LightningModule):
         self.check_finite("gradient norm", size)
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clip, norm, foreach=False)
         rate = optimizer.param_groups[0]["lr"]
-        self.metrics = {"loss": mean, "learning_rate": rate, "gradient_norm": size}
         optimizer.step()
         scheduler: Any = self.lr_schedulers()
         scheduler.step()
         update_balance(self.model)
+        return {"loss": torch.tensor(mean, dtype=torch.float64), "learning_rate": rate, "gradient_norm": size}
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Return the mean loss of tokens `(B, T)` [nats/token]: cross-entropy, or KL from the base."""
@@ -133,14 +133,12 @@ class LanguageModelTask(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         state = get_model_state_dict(self.model, options=options)
-        random_states = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            random_states["cuda"] = torch.cuda.get_rng_state()
+        parts = (self.phase.trainable, "router")  # methods move buffers whatever is trained
         checkpoint |= {
-            "model": {name: tensor for name, tensor in state.items() if self.changes(name)},
+            "model": {name: x for name, x in state.items() if any(is_trainable(name, part) for part in parts)},
             "optimizer": get_optimizer_state_dict(self.model, self.optimizers(False), options=options),
-            "optimizer_states": [],
-            "random_states": all_gather_object(random_states),
+            "optimizer_states": [],  # of Lightning, for the same number of processes alone
+            "random_states": all_gather_object({name: x.get_rng_state() for name, x in random_generators().items()}),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -156,15 +154,14 @@ class LanguageModelTask(pl.LightningModule):
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(self.model, self.optimizers(False), self.restored["optimizer"], options=options)
         states, self.restored = self.restored["random_states"], {}
-        for device, state in states[rank()].items() if rank() < len(states) else ():  # else it stays freshly seeded
-            if device == "cpu":
-                torch.set_rng_state(state)
-            elif torch.cuda.is_available():
-                torch.cuda.set_rng_state(state)
+        for name, generator in random_generators().items():
+            if rank() < len(states) and name in states[rank()]:  # else it stays freshly seeded
+                generator.set_rng_state(states[rank()][name])
 
-    def changes(self, name: str) -> bool:
-        """Return whether a step may change `name`; methods move buffers whatever is trained."""
-        return is_trainable(name, self.phase.trainable) or is_trainable(name, "router")
+
+def random_generators() -> dict[str, Any]:
+    """Return the modules of torch that hold the random states of this process."""
+    return {"cpu": torch, "cuda": torch.cuda} if torch.cuda.is_available() else {"cpu": torch}
 
 
 @contextmanager

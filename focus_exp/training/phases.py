@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from focus_exp.attention.options import MAX_SEED
-from focus_exp.config import Config, PhaseConfig
+from focus_exp.config import Config
 from focus_exp.data import SequenceDataset, make_loader
 from focus_exp.models.methods import attached_methods, find_routers, temporary_attributes
 from focus_exp.results.metrics import METRICS
@@ -74,10 +74,8 @@ def train_phases(
         task = LanguageModelTask(model, phase, name, settings.batch_size, settings.gradient_clip)
         is_resumed = broadcast_object(path.exists())
         steps = range(read_checkpoint(path, mmap=True)["global_step"] if is_resumed else 0, phase.steps)
-        loader = make_loader(
-            blocks, settings.batch_size, seed, steps, accumulate=settings.accumulate, rank=rank(),
-            world_size=world_size(),
-        )  # fmt: skip
+        processes = {"accumulate": settings.accumulate, "rank": rank(), "world_size": world_size()}
+        loader = make_loader(blocks, settings.batch_size, seed, steps, **processes)
         trainer = pl.Trainer(
             accelerator="gpu" if is_cuda else "cpu",
             devices=[torch.cuda.current_device()] if is_cuda else 1,  # to Lightning each process is the only one
@@ -92,13 +90,11 @@ def train_phases(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        set_training_mode(model, phase)
-        # what callbacks set in routers
-        state = {"projected": None, "gate_steepness": config.focus.gate_steepness} if config.has_router else {}
-        with (
-            temporary_attributes(find_routers(model).values(), **state),
-            checkpoint_layers(model, settings.gradient_checkpointing),
-        ):
+        # methods in training mode, and the base only if it is trained: no dropout in a frozen one
+        model.train(phase.trainable == "all")
+        for method in attached_methods(model).values():
+            method.train()
+        with checkpoint_layers(model) if settings.gradient_checkpointing else nullcontext():
             trainer.fit(task, loader, ckpt_path=path if is_resumed else None, weights_only=True)
         model.eval()
         done += phase.steps
@@ -128,26 +124,20 @@ def make_callbacks(
     return [*callbacks, Checkpoint(checkpoint_path(folder / CHECKPOINTS, name), settings.checkpoint_every, minutes)]
 
 
-def set_training_mode(model: PreTrainedModel, phase: PhaseConfig) -> None:
-    """Put methods in training mode, and the base only if it is trained: no dropout in a frozen one."""
-    model.train(phase.trainable == "all")
-    for method in attached_methods(model).values():
-        method.train()
-
-
 @contextmanager
-def checkpoint_layers(model: PreTrainedModel, is_enabled: bool) -> Iterator[None]:
+def checkpoint_layers(model: PreTrainedModel) -> Iterator[None]:
     """Recompute the activations of each layer in the backward pass; transformers does so in training mode only.
 
     Re-entrant checkpointing would drop gradients that reach only the router. The second pass collects no tokens.
     """
     routers = list(find_routers(model).values())
-    layers: list[Any] = [m for m in model.modules() if is_enabled and isinstance(m, GradientCheckpointingLayer)]
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), temporary_attributes(routers, projected=None)
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
-        layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False,
-            context_fn=lambda: (nullcontext(), temporary_attributes(routers, projected=None)),
-        )  # fmt: skip
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
     try:
         yield
     finally:
