@@ -1,12 +1,10 @@
 """Documents and their splits, token streams, packed sequences, and the order of batches."""
 
-import bz2
 import gc
 import gzip
 import hashlib
 import io
 import json
-import lzma
 import os
 import re
 import tracemalloc
@@ -243,12 +241,8 @@ def parquet(values: list, kind: pa.DataType, column: str = "text") -> bytes:
         ("rows.parquet", parquet(["a"], pa.string(), "body"), ["'text' is no column", "data.text_column to body"]),
         ("rows.parquet", parquet(["a"], pa.string())[:-9], ["must be a Parquet file"]),
         ("rows.parquet", b"", ["must be a Parquet file"]),
-        ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0), ["packed with gzip"]),
-        ("notes.txt.bz2", bz2.compress(b"a text"), ["packed with bzip2"]),
-        ("notes.txt.xz", lzma.compress(b"a text"), ["packed with xz"]),
-        ("notes.txt.zst", b"\x28\xb5\x2f\xfd\x04", ["packed with zstd"]),
-        ("notes.zip", b"PK\x03\x04", ["packed with zip"]),
-        ("notes.tar", b"a.txt".ljust(257, b"\0") + b"ustar", ["packed with tar"]),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0), ["0x8b at byte 1", "Unpack"]),
+        ("notes.tar", b"a.txt".ljust(257, b"\0") + b"ustar", ["0x00 at byte 5"]),
         ("notes.txt", b"abc\xe2\x82", ["0xe2 at byte 3"]),
         ("notes.txt", b"a" * (2**20 - 1) + b"\xe2\x82\xac" + b"\xff", [f"0xff at byte {2**20 + 2}"]),
     ],
@@ -292,7 +286,7 @@ def test_find_texts_compressed_text_next_to_others_is_said(tmp_path):
     (tmp_path / "backup.zip").write_bytes(b"PK\x03\x04")  # no text that was packed
     assert [file.name for file in texts.find_texts(str(tmp_path))] == ["a.txt"]
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"another"))
-    with pytest.raises(UserError, match=r"b.txt.gz: must be text \(got a file packed with gzip"):
+    with pytest.raises(UserError, match="b.txt.gz: must be UTF-8 text"):
         texts.find_texts(str(tmp_path))
 
 

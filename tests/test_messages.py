@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import pytorch_lightning as pl
@@ -23,7 +22,6 @@ from transformers import PreTrainedTokenizerBase, T5Config
 
 from focus_exp import __main__ as command_line
 from focus_exp import assets
-from focus_exp.data import texts
 from focus_exp.models import adapter as adapter_module
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.runs import open as run_module
@@ -136,16 +134,14 @@ def test_folder_that_is_a_file_gets_its_message(settings, expect, tmp_path, key)
         expect(f"{key} is {place}", *settings, f"{key}={tmp_path / place}")
 
 
-def test_unusable_text_gets_its_message(settings, expect, tmp_path, monkeypatch):
+def test_unusable_text_gets_its_message(settings, expect, tmp_path):
     empty, short, latin = tmp_path / "empty", tmp_path / "short.txt", tmp_path / "latin.txt"
     empty.mkdir()
     short.write_text("a few words")
     latin.write_bytes("café".encode("latin-1"))
     for place in (empty, short, latin):
         expect(f"data.files is {place.stem}", *settings, f"data.files={place}")
-    (closed := tmp_path / "closed.txt").write_text("some words")
-    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    monkeypatch.setattr(texts, "read_blocks", Mock(side_effect=denied))
+    (closed := tmp_path / "closed.txt").symlink_to(tmp_path / "nothing")
     expect("data.files is unreadable", *settings, f"data.files={closed}")
 
 

@@ -14,13 +14,14 @@ import os
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from string import whitespace
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,9 @@ from focus_exp.errors import UserError, first_line
 STDIN = Path("-")
 PACKAGE_PREFIX = "package:"
 TEXT_SUFFIXES, ROW_SUFFIXES, UNREADABLE_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".json", ".csv")
-# first bytes of compressed files and archives
-COMPRESSED = {
-    b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip",
-    b"7z\xbc\xaf": "7z", b"\x04\x22\x4d\x18": "lz4",
-}  # fmt: skip
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".lz4")
+LEAVE_OUT = "leave it out with a glob in data.files"
+BYTE_ORDER_MARK = "\ufeff"
 HELD_OUT = 20  # one document in 20 is for validation, one for test
 BLOCK = 2**20  # bytes or characters read at once
 TOKEN_CHARACTERS, LEAST_CHARACTERS = 16, 2**18  # read for a token, far more than it has on average; in all
@@ -71,9 +69,8 @@ class TextFile:
 
     def parts(self) -> Iterator[str]:
         """Yield the text in order, as parts of bounded size."""
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        for block in normalize_newlines(read_blocks(self.path)):
-            yield decoder.decode(block)
+        for number, part in enumerate(read_parts(self.path)):
+            yield part.removeprefix(BYTE_ORDER_MARK) if number == 0 else part
 
     def texts(self, column: str, rows: Collection[int] | None = None) -> Iterator[tuple[int, str]]:
         """Yield (number from 1, text under `column`) of the rows that are not blank, or of `rows` alone."""
@@ -94,17 +91,15 @@ class TextFile:
     def parquet_rows(self, column: str, rows: Collection[int] | None) -> Iterator[tuple[int, Any]]:
         from pyarrow import ArrowException, parquet, types
 
-        number = 0
         try:
             file = parquet.ParquetFile(self.path, buffer_size=BLOCK)
             schema = file.schema_arrow
             if column not in schema.names:
                 yield 1, {field.name: "" if types.is_string(field.type) else None for field in schema}
-            for batch in file.iter_batches(BLOCK // 1024, columns=[column]):
-                for value in batch.column(0):
-                    number += 1
-                    if rows is None or number in rows:
-                        yield number, {column: value.as_py()}
+            batches = file.iter_batches(BLOCK // 1024, columns=[column])
+            for number, value in enumerate(chain.from_iterable(batch.column(0) for batch in batches), 1):
+                if rows is None or number in rows:
+                    yield number, {column: value.as_py()}
         except UnicodeDecodeError as error:
             raise UserError(f"{self.path}, row {number}: must be UTF-8 text ({error.reason}).") from error
         except (ArrowException, OSError) as error:
@@ -187,9 +182,7 @@ def list_paths(folder: Path) -> list[Path]:
     try:
         return [*folder.iterdir()]
     except OSError as error:
-        raise UserError(
-            f"{folder}: it cannot be read ({error.strerror}). Leave it out with a glob in data.files."
-        ) from error
+        raise UserError(f"{folder}: it cannot be read ({error.strerror}). Correct that, or {LEAVE_OUT}.") from error
 
 
 def match_glob(pattern: Path) -> list[Path]:
@@ -243,59 +236,64 @@ def get_text(row: Any, column: str, place: str) -> str:
 
 def hash_texts(texts: list[TextFile]) -> str:
     """Hash the content of all files to twelve hex digits, wherever they are."""
-    return sha256("".join(text.digest for text in texts).encode())[:12]
+    return hashlib.sha256("".join(text.digest for text in texts).encode()).hexdigest()[:12]
 
 
 def hash_file(path: Path) -> tuple[str, str] | None:
-    """Return core and digest of a file (see `Document`); None if it is blank.
-
-    A run asks for its texts several times, and a comparison for those of every variant.
-    """
+    """Return core and digest of a file (see `TextFile`), once for each size and time of change; None if it is blank."""
     try:
-        if path == STDIN:
-            return hash_content(path)
-        state = path.stat()
-        return hash_state(path, state.st_size, state.st_mtime_ns)
+        state = None if path == STDIN else path.stat()
+        key = (state.st_size, state.st_mtime_ns) if state else (len(read_stdin()), 0)
+        return hash_content(path, *key)
     except OSError as error:
         reason = error.strerror or first_line(error)
-        raise UserError(f"{path}: it cannot be read ({reason}). Leave it out with a glob in data.files.") from error
+        raise UserError(f"{path}: it cannot be read ({reason}). Correct that, or {LEAVE_OUT}.") from error
 
 
 @cache
-def hash_state(path: Path, size: int, modified: int) -> tuple[str, str] | None:
-    """Hash a file once for each size and time of change."""
-    return hash_content(path)
-
-
-def hash_content(path: Path) -> tuple[str, str] | None:
-    """Return core and digest of what a file or standard input holds."""
-    if path.suffix.lower() != ".parquet":
-        return hash_text(normalize_newlines(check_text(path, read_blocks(path))))
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return digest, digest
-
-
-def hash_text(blocks: Iterable[bytes]) -> tuple[str, str] | None:
-    """Return core and digest of a text; None if it is blank."""
-    core, digest, space, is_blank = hashlib.sha256(), hashlib.sha256(), b"", True
-    for number, block in enumerate(blocks):
-        digest.update(block)
-        text = block.removeprefix(codecs.BOM_UTF8) if number == 0 else block
-        body = (text.lstrip() if is_blank else text).rstrip()
+def hash_content(path: Path, size: int, modified: int) -> tuple[str, str] | None:
+    if path.suffix.lower() in UNREADABLE_SUFFIXES:
+        raise UserError(
+            f"{path}: {path.suffix} is not read. Write a .jsonl file, an object a line with the text under "
+            f"data.text_column, or {LEAVE_OUT}."
+        )
+    if path.suffix.lower() == ".parquet":
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256, sha256
+    core, digest, space, is_blank = hashlib.sha256(), hashlib.sha256(), "", True
+    for number, part in enumerate(read_parts(path)):
+        digest.update(part.encode())
+        text = part.removeprefix(BYTE_ORDER_MARK) if number == 0 else part
+        body = (text.lstrip(whitespace) if is_blank else text).rstrip(whitespace)
         if body:
-            core.update(body if is_blank else space + body)
-            is_blank, space = False, text[len(text.rstrip()) :]
+            core.update((body if is_blank else space + body).encode())
+            is_blank, space = False, text[len(text.rstrip(whitespace)) :]
         elif not is_blank:
             space += text
     return None if is_blank else (core.hexdigest(), digest.hexdigest())
 
 
-def read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file or of standard input in order."""
+def read_parts(path: Path) -> Iterator[str]:
+    """Yield the text of a file or of standard input in order, with \\r\\n as \\n; UserError unless it is UTF-8."""
+    decoder, place, rest = codecs.getincrementaldecoder("utf-8")(), 0, ""
     with io.BytesIO(read_stdin()) if path == STDIN else path.open("rb") as file:
-        while block := file.read(BLOCK):
-            yield block
+        for block in chain(iter(lambda: file.read(BLOCK), b""), [b""]):
+            begin = place - len(decoder.getstate()[0])
+            try:
+                part = rest + decoder.decode(block, final=not block)
+                wrong = (place + block.index(0), 0) if 0 in block else None
+            except UnicodeDecodeError as error:
+                wrong = begin + error.start, error.object[error.start]
+            if wrong:
+                raise UserError(
+                    f"{path}: must be UTF-8 text (got 0x{wrong[1]:02x} at byte {wrong[0]}). Unpack or convert it "
+                    f"(iconv -f <encoding> -t utf-8), or {LEAVE_OUT}."
+                )
+            rest = "\r" if block and part.endswith("\r") else ""
+            place += len(block)
+            if part := part.removesuffix(rest).replace("\r\n", "\n"):
+                yield part
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -308,51 +306,6 @@ def read_lines(path: Path) -> Iterator[str]:
 @cache
 def read_stdin() -> bytes:
     return b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def normalize_newlines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield blocks with \\r\\n as \\n."""
-    rest = b""
-    for block in blocks:
-        block = rest + block
-        rest = block[-1:] if block.endswith(b"\r") else b""
-        yield block.removesuffix(rest).replace(b"\r\n", b"\n")
-    if rest:
-        yield rest
-
-
-def check_text(path: Path, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield blocks; UserError unless they are UTF-8 text."""
-    leave_out = "leave it out with a glob in data.files"
-    if path.suffix.lower() in UNREADABLE_SUFFIXES:
-        raise UserError(
-            f"{path}: {path.suffix} is not read. Write a .jsonl file, an object a line with the text under "
-            f"data.text_column, or {leave_out}."
-        )
-    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
-    for block in chain(blocks, [b""]):
-        kind = next((kind for start, kind in COMPRESSED.items() if not place and block.startswith(start)), None)
-        if kind or (not place and block[257:262] == b"ustar"):
-            raise UserError(
-                f"{path}: must be text (got a file packed with {kind or 'tar'}). Unpack it, or {leave_out}."
-            )
-        begin = place - len(decoder.getstate()[0])
-        try:
-            decoder.decode(block, final=not block)
-            wrong = (place + block.index(0), 0) if 0 in block else None
-        except UnicodeDecodeError as error:
-            wrong = begin + error.start, error.object[error.start]
-        if wrong:
-            raise UserError(
-                f"{path}: must be UTF-8 text (got 0x{wrong[1]:02x} at byte {wrong[0]}). Convert it (iconv -f "
-                f"<encoding> -t utf-8), or {leave_out}."
-            )
-        yield block
-        place += len(block)
 
 
 @dataclass(frozen=True)
