@@ -45,12 +45,9 @@ SAVED = "Give a folder written by save_pretrained, a .safetensors file in one, o
 
 # model.path below PLACE: what is there, and the error
 MODELS = [
-    ("", write_without_config, "the folder has no config.json (got generation_config.json, model.safetensors, "
-     f"tokenizer.json, tokenizer_config.json). {SAVED}"),
-    ("", lambda place: write_files(place, mine_gguf=b""), "the folder has no config.json (got "
-     "mine.gguf). Type model.path=PLACE/mine.gguf."),
-    ("/model.safetensors", write_without_config, "its folder has no config.json. Put the config.json and the tokenizer "
-     "files of the model next to it."),
+    ("", write_without_config, f"PLACE has no config.json. {SAVED}"),
+    ("", lambda place: write_files(place, mine_gguf=b""), "PLACE has no config.json. Type model.path=PLACE/mine.gguf."),
+    ("/model.safetensors", write_without_config, f"PLACE has no config.json. {SAVED}"),
     ("/x.bin", lambda place: write_files(place, x_bin=b""), "weights must be .safetensors or .gguf (got x.bin). "
      f"{SAVED}"),
     ("/x.gguf", lambda place: write_files(place, x_gguf=b"PK.."), "its weights cannot be converted (PLACE/x.gguf does "

@@ -15,11 +15,8 @@ from focus_exp.errors import UserError, first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of these
 TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
-NO_TOKENIZER = (
-    f"it has no tokenizer: {TOKENIZER_FILES[0]} or a similar file is missing. Put the output of "
-    "tokenizer.save_pretrained there."
-)
 GIVE_PATH = "Give a folder written by save_pretrained, a .safetensors file in one, or a .gguf file"
+CHECK_HUB = "Check model.hub_id and model.revision. A gated model needs its terms accepted and `hf auth login`."
 GIVE_CAUSAL = "Give a causal language model with model.hub_id or model.path."
 # shard of a checkpoint of transformers, or of a GGUF split by llama.cpp
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")
@@ -39,29 +36,22 @@ def find_local_model(path: str) -> tuple[Path, Path | None]:
         UserError: there is no such model; names what was found and what to type.
     """
     place = Path(path).expanduser()
-    if place.is_dir():
-        if not (place / "config.json").is_file():
-            names = ", ".join(sorted(child.name for child in place.iterdir())[:4]) or "nothing"
-            models = sorted([*place.rglob("*.gguf"), *(config.parent for config in place.glob("*/config.json"))])
-            fix = f"Type model.path={models[0]}" if models else GIVE_PATH
-            raise UserError(f"model.path={path}: the folder has no config.json (got {names}). {fix}.")
-        return place, None
+    folder = place if place.is_dir() else place.parent
     if not place.exists():
         hub = f", or model.hub_id={path} for the Hub" if HUB_ID.fullmatch(path) else ""
         raise UserError(f"model.path={path}: no such file or folder. {GIVE_PATH}{hub}.")
-    if place.suffix == ".gguf":
+    if place.is_file() and place.suffix not in (".safetensors", ".gguf"):
+        raise UserError(f"model.path={path}: weights must be .safetensors or .gguf (got {place.name}). {GIVE_PATH}.")
+    if place.is_file() and place.suffix == ".gguf":
         if SHARD.search(place.stem):
             raise UserError(f"model.path={path} is one shard of a GGUF. Merge them with llama-gguf-split --merge.")
-        return place.parent, place
-    if place.suffix != ".safetensors":
-        raise UserError(f"model.path={path}: weights must be .safetensors or .gguf (got {place.name}). {GIVE_PATH}.")
-    if not (place.parent / "config.json").is_file():
-        raise UserError(
-            f"model.path={path}: its folder has no config.json. Put the config.json and the tokenizer files of the "
-            "model next to it."
-        )
-    has_usual_name = place.stem == "model" or SHARD.search(place.stem)
-    return place.parent, None if has_usual_name else place
+        return folder, place
+    if not (folder / "config.json").is_file():
+        models = sorted([*folder.rglob("*.gguf"), *(config.parent for config in folder.glob("*/config.json"))])
+        fix = f"Type model.path={models[0]}" if models else GIVE_PATH
+        raise UserError(f"model.path={path}: {folder} has no config.json. {fix}.")
+    has_usual_name = place == folder or place.stem == "model" or SHARD.search(place.stem)
+    return folder, None if has_usual_name else place
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -101,32 +91,16 @@ def check_weights(model: PreTrainedModel, loading: dict[str, Any], name: str) ->
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Raise UserError for the empty tokenizer made without tokenizer files."""
     if not set(tokenizer("The quick brown fox", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
-        raise UserError(f"{name}: {NO_TOKENIZER}")
+        raise UserError(f"{name}: it has no {TOKENIZER_FILES[0]} or similar. Put the output of save_pretrained there.")
 
 
-def explain_load_error(name: str, part: str, error: Exception, folder: str | None) -> UserError:
-    """Turn an error of `from_pretrained` into one sentence with the fix.
+def explain_load_error(name: str, part: str, error: Exception, is_local: bool) -> UserError:
+    """Turn an error of a reader into one sentence with the fix.
 
     Args:
         name: what the user gave.
         part: config, tokenizer or weights.
-        folder: the local folder it was read from; None for the Hub.
+        is_local: whether it was read from a local folder, not from the Hub.
     """
-    has_tokenizer = folder is None or any((Path(folder) / file).exists() for file in TOKENIZER_FILES)
-    if "trust_remote_code" in str(error):
-        fix = f"its {part} needs Python code of its own, which is never run here. Give an architecture of transformers."
-    elif folder is None:
-        return hub_error(f"the {part} of {name}", error)
-    elif part == "tokenizer" and not has_tokenizer:
-        fix = NO_TOKENIZER
-    else:
-        fix = f"its {part} cannot be read ({first_line(error)}). Give another with model.path=."
-    return UserError(f"{name}: {fix}")
-
-
-def hub_error(name: str, error: Exception) -> UserError:
-    """Explain a failed request to the Hub."""
-    return UserError(
-        f"{name}: {first_line(error)}\n"
-        "Check model.hub_id and model.revision. A gated model needs its terms accepted and `hf auth login`."
-    )
+    fix = "Give another with model.path=." if is_local else CHECK_HUB
+    return UserError(f"{name}: its {part} cannot be read ({first_line(error)}). {fix}")

@@ -39,7 +39,6 @@ from focus_exp.models.files import (
     check_weights,
     explain_load_error,
     find_local_model,
-    hub_error,
     is_packed,
 )
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
@@ -188,14 +187,8 @@ def from_pretrained(auto: Any, source: Source, **options: Any) -> Any:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each reader fails in its own way on a damaged file
-        if "Unrecognized configuration class" in str(error):
-            raise UserError(
-                f"{name} is a {options['config'].model_type} and does not predict the next token. Give a causal "
-                "language model with model.hub_id or model.path."
-            ) from error
-        part = {AutoConfig: "config", AutoTokenizer: "tokenizer"}.get(auto, "weights")
-        folder = source.folder if source.provenance.source == "local" else None
-        raise explain_load_error(name, part, error, folder) from error
+        part = {AutoConfig: "config", AutoTokenizer: "tokenizer (tokenizer.json or similar)"}.get(auto, "weights")
+        raise explain_load_error(name, part, error, source.provenance.source == "local") from error
 
 
 def find_source(cfg: ModelConfig, assets: str, cache: Path) -> Source | None:
@@ -237,7 +230,7 @@ def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path)
         if options["local_files_only"]:
             reason = "the Hugging Face Hub cannot be reached and its cache has no complete copy. Type assets=embedded."
             raise UserError(f"{hub_id}: {reason}") from error
-        raise hub_error(hub_id, error) from error
+        raise explain_load_error(hub_id, "files", error, is_local=False) from error
     folder = gguf.convert_once(file, hash_files([file]), cache)
     return Source(str(folder), {}, replace(provenance, used=f"{repo_id}/{name}"))
 
