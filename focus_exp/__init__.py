@@ -5,7 +5,7 @@
     save_adapter(model, "my-adapter")               # safetensors and JSON
     load_adapter(detach(model), "my-adapter")       # a folder or a Hub repository; refuses another base model
 
-    attach(detach(model), "focus", groups=4, window=128)  # the published form
+    attach(detach(model), "focus", groups=4, window=128)  # Focus made causal
     freeze(model, "router")                         # then train in your own loop, with
     update_balance(model)                           # after each optimizer step
     set_routing(model.eval(), hard=True, top_k=1)   # hard routing; a router in training routes softly
