@@ -92,11 +92,9 @@ def read_addresses(cache: Path, split: str) -> Iterator[tuple[str, str]]:
 
 def clean(text: str) -> str:
     """Remove printed line numbers, dot leaders, rulers and carriage returns."""
-    text = text.replace("\r\n", "\n")
-    for pattern, replacement in (
-        (r"^\.{4,}", "    "), (r" {2,}\d+ *$", ""), (r"^[@_]{3,}$", ""), (r"[ \t]+$", "")
-    ):  # fmt: skip
-        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+    text = re.sub(r"^\.{4,}", "    ", text.replace("\r\n", "\n"), flags=re.MULTILINE)
+    for printed in (r" {2,}\d+ *$", r"^[@_]{3,}$", r"[ \t]+$"):
+        text = re.sub(printed, "", text, flags=re.MULTILINE)
     return re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
 
 

@@ -172,10 +172,8 @@ def mix(sources: dict[str, Source]) -> Source:
         opened = {name: source.open() for name, source in sources.items()}
         origins = [origin for origin, _ in opened.values()]
         places = {origin.source for origin in origins}
-        provenance = Provenance(
-            "mixture", f"mixture of {', '.join(origin.name for origin in origins)}",
-            places.pop() if len(places) == 1 else "local",
-        )  # fmt: skip
+        place = places.pop() if len(places) == 1 else "local"
+        provenance = Provenance("mixture", f"mixture of {', '.join(origin.name for origin in origins)}", place)
         return provenance, lambda split: take_turns({name: iter(read(split)) for name, (_, read) in opened.items()})
 
     identity = {"mixture": [source.identity for source in sources.values()]}

@@ -13,10 +13,10 @@ from focus_exp.data.long_range import Draws
 EVERY = 90  # words between insertions, up to twice that where lines are long
 NEAREST, FURTHEST = 250, 700  # words between a fact and its question
 THINGS = (
-    "anchor", "barrel", "bridge", "candle", "carpet", "chapel", "clock", "drum", "falcon", "ferry", "garden", "glove",
-    "hammer", "harbour", "island", "jacket", "kettle", "ladder", "lantern", "locket", "mill", "mirror", "museum",
-    "orchard", "pigeon", "saddle", "tower", "violin", "wagon",
-)  # fmt: skip
+    *("anchor", "barrel", "bridge", "candle", "carpet", "chapel", "clock", "drum", "falcon", "ferry"),
+    *("garden", "glove", "hammer", "harbour", "island", "jacket", "kettle", "ladder", "lantern", "locket"),
+    *("mill", "mirror", "museum", "orchard", "pigeon", "saddle", "tower", "violin", "wagon"),
+)
 QUESTIONS = {
     "The number of the {} is {}.": "What is the number of the {0}? The number of the {0} is {1}.",
     "The code for the {} is {}.": "Which code is for the {0}? The code for the {0} is {1}.",

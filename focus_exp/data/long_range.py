@@ -34,9 +34,9 @@ CONTINUATION_WORDS = 24
 CUE_WORDS, COPIED_WORDS = 12, 4
 COMMON = 10  # occurrences in 10,000 words above which a word is too common to be asked for
 NAMES = (
-    "Agnes", "Barnaby", "Clarence", "Dorothy", "Edmund", "Flora", "Gilbert", "Harriet", "Isabel", "Jasper", "Lydia",
-    "Matilda", "Nathaniel", "Oswald", "Prudence", "Rupert",
-)  # fmt: skip
+    *("Agnes", "Barnaby", "Clarence", "Dorothy", "Edmund", "Flora", "Gilbert", "Harriet"),
+    *("Isabel", "Jasper", "Lydia", "Matilda", "Nathaniel", "Oswald", "Prudence", "Rupert"),
+)
 
 
 class Draws:
@@ -149,10 +149,8 @@ def multi_key(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
         book, text = insert_facts(books, shape, draws, facts)
         question = f"What is the pass key of {names[answer]}? The pass key of {names[answer]} is"
         choices = draws.sample(keys, CHOICES)  # in an order that does not reveal the place
-        yield {
-            "book": book, "context": f"{text}\n\n{question}", "choices": choices,
-            "answer": choices.index(keys[answer]), "depth": depths[answer],
-        }  # fmt: skip
+        answers = {"choices": choices, "answer": choices.index(keys[answer]), "depth": depths[answer]}
+        yield {"book": book, "context": f"{text}\n\n{question}", **answers}
 
 
 def copying(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:

@@ -53,10 +53,8 @@ def make_layer_mask(
         return mask
     if "allow_is_bidirectional_skip" in options:  # of layers that attend to an encoder
         options["allow_is_bidirectional_skip"] = False
-    mask = sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-        allow_is_causal_skip=False, **options,
-    )  # fmt: skip
+    options["allow_is_causal_skip"] = False
+    mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
     if mask is None or not has_values(mask):
         return mask
     if local_size is not None and not is_needed_by_cache:
