@@ -181,6 +181,13 @@ def test_find_texts_copies_of_a_file_count_once(tmp_path):
     assert {file.digest for file in found} == {hashlib.sha256(contents[file.path.stem]).hexdigest() for file in found}
 
 
+def test_find_texts_folder_of_texts_and_rows_raises(tmp_path):
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).write_text("a text")
+    with pytest.raises(UserError, match=r"got a.txt and b.jsonl.*\*\*/\*.jsonl"):
+        texts.find_texts(str(tmp_path))
+
+
 def test_find_texts_hidden_files_are_skipped(tmp_path):
     (tmp_path / ".ipynb_checkpoints").mkdir()
     for name in ("1.md", "2.md", "3.md", ".ipynb_checkpoints/1-checkpoint.md", ".3.md"):
@@ -228,6 +235,8 @@ def parquet(values: list, kind: pa.DataType, column: str = "text") -> bytes:
     ("name", "data", "words"),
     [
         ("notes.txt", b"text\0", ["0x00 at byte 4"]),
+        ("notes.txt", b" \n", ["no text in"]),
+        ("table.csv", b"a", [".csv is not read", "data.text_column"]),
         ("rows.jsonl", b'{"text": "a"}\nb', ["row 2", "JSON"]),
         ("rows.jsonl", b'{"text": 3, "body": "a", "id": 1}', ["got int", "data.text_column to body"]),
         ("rows.jsonl", b'{"text": ["a"]}', ["got list", "as a string"]),

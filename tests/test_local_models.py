@@ -90,10 +90,22 @@ def test_load_model_gguf_unknown_architecture_raises(tmp_path):
         load(file, tmp_path / "cache")
 
 
-def test_find_local_model_gguf_shard_raises(tmp_path):
-    (tmp_path / "mine-00001-of-00002.gguf").touch()
-    with pytest.raises(UserError, match="llama-gguf-split --merge"):
-        find_local_model(str(tmp_path / "mine-00001-of-00002.gguf"))
+@pytest.mark.parametrize(
+    ("file", "typed", "words"),
+    [
+        ("mine-00001-of-00002.gguf", "mine-00001-of-00002.gguf", ["llama-gguf-split --merge"]),
+        ("mine.gguf", "", ["no config.json", "model.path=PLACE/mine.gguf"]),
+        ("mine.safetensors", "mine.safetensors", ["no config.json", "save_pretrained"]),
+        ("mine.bin", "mine.bin", ["must be .safetensors or .gguf", "mine.bin"]),
+        ("mine.bin", "yours", ["no such file"]),
+    ],
+)
+def test_find_local_model_unfit_path_raises(tmp_path, file, typed, words):
+    (tmp_path / file).touch()
+    with pytest.raises(UserError) as error:
+        find_local_model(str(tmp_path / typed))
+    message = str(error.value).replace(str(tmp_path), "PLACE")
+    assert all(word in message for word in words), message
 
 
 def test_load_model_safetensors_file_equals_its_folder(folder, tmp_path):
