@@ -97,8 +97,8 @@ def load_model(
         tokenizer = from_pretrained(AutoTokenizer, source)
         check_tokenizer(tokenizer, source.provenance.requested)
     if source is not None and config is not None and not from_scratch:
-        model = load_weights(cfg, source, config, dtype)
         check_vocabulary(tokenizer, config, source.provenance.requested)
+        model = load_weights(cfg, source, config, dtype)
         provenance = source.provenance
     else:
         model, provenance = draw_weights(cfg, source, config, tokenizer, seed, dtype)
@@ -139,12 +139,7 @@ def draw_weights(
     substitution = source.provenance.substitution if source else None
     if substitution and cfg.architecture:
         substitution = f"tokenizer only: {substitution}"
-    vocabulary = config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        raise UserError(
-            f"model {cfg.name}: architecture.vocab_size must be >= {len(tokenizer)}, the tokens of its tokenizer (got "
-            f"{vocabulary})."
-        )
+    check_vocabulary(tokenizer, config, f"model {cfg.name}")
     if tokenizer.eos_token_id != config.eos_token_id:
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     shape = cfg.name if cfg.architecture or source is None else source.provenance.name
@@ -157,8 +152,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     vocabulary = config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise UserError(
-            f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {vocabulary}. Put the tokenizer of these "
-            "weights in its folder, or call resize_token_embeddings before saving them."
+            f"{name}: vocab_size must be >= {len(tokenizer)}, the tokens of its tokenizer (got {vocabulary}). Correct "
+            "it, or put the tokenizer of these weights in their folder."
         )
 
 
