@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 TESTED := $(STAMP)-evaluation,slurm,sweeps,dashboard,dev
 # need no network: the architectures' shapes, random weights, this repository's files as text
 GPU_BENCH := job=bench bench.graphs=true model.hub_id=null data=files data.files='focus_exp/**/*.py'
-GPU_FIT := recipe=none attention.calibration_sequences=8 attention.validation_sequences=2 attention.fit_steps=8
+GPU_FIT := recipe=none recipe.fit.sequences=8 recipe.fit.validation_sequences=2 recipe.fit.steps=8
 GPU_FITTED := $(foreach groups,16 8,"attention=focus_dual attention.groups=$(groups) attention.density=0.2 $(GPU_FIT)") \
 	"attention=key_gate $(GPU_FIT)"
 GPU_LAYERS := $(foreach backend,triton flash,"attention=focus attention.backend=$(backend) recipe=none bench.step_lengths=[16384]") \

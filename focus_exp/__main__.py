@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from focus_exp.budget import resolve_budget
-from focus_exp.checks import parse
+from focus_exp.checks import parse, refuse_unused
 from focus_exp.cli import explain_error, order_arguments, pop_option
 from focus_exp.config import JOBS, Config, conf_dir, register_schemas
 from focus_exp.errors import EXTRAS, Interrupted, JobFailed, UserError, first_line, not_installed
@@ -41,9 +41,16 @@ def run_job(composed: DictConfig) -> None:
         JobFailed: if it is a job of a sweep and fails.
     """
     with stoppable(), quiet_unless_main():
-        code = catch_errors(lambda: execute(parse(composed)))
+        code = catch_errors(lambda: execute(parse_command(composed)))
     requeue_if_stopped(code)
     end_job(code)
+
+
+def parse_command(composed: DictConfig) -> Config:
+    """Return the configuration of the running command; UserError if it is invalid."""
+    config = parse(composed)
+    refuse_unused(config, HydraConfig.get().overrides.task)
+    return config
 
 
 def end_job(code: int) -> None:
@@ -104,7 +111,7 @@ def show_jobs(arguments: list[str]) -> None:
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
     def show_job(composed: DictConfig) -> None:
-        end_job(catch_errors(lambda: show(parse(composed), package)))
+        end_job(catch_errors(lambda: show(parse_command(composed), package)))
 
     kept = [a for a in arguments if not a.startswith(("hydra/launcher=", "hydra.launcher.")) and a != "--resolve"]
     with tempfile.TemporaryDirectory() as folder:  # in which Hydra describes a sweep

@@ -12,15 +12,17 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 
 from focus_exp.assets import find_adapter
-from focus_exp.attention.options import FitOptions, did_you_mean, validate_options
+from focus_exp.attention.options import did_you_mean, validate_options
 from focus_exp.config import (
     ATTENTION,
     GROUPS,
     ComposedConfig,
     Config,
     DataConfig,
+    FitConfig,
     ModelConfig,
     build_attention,
+    is_fitted,
     list_keys,
     shipped,
 )
@@ -60,6 +62,10 @@ def parse(composed: DictConfig) -> Config:
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     config.attention = build_attention(cast(Any, OmegaConf.to_container(composed.attention, resolve=True)))
+    if not is_fitted(method):
+        config.recipe.fit = None
+    if not config.has_router:
+        config.recipe.router = None
     config.overwrite = config.overwrite and not is_requeued()  # a requeued job resumes
     if "@" in (config.model.hub_id or ""):
         config.model.hub_id, _, config.model.revision = str(config.model.hub_id).partition("@")
@@ -103,6 +109,21 @@ def unknown_key_reason(key: str) -> str:
     group = re.sub(r"(recipe\.phases\.)\w+", r"\1<phase>", group)
     siblings = [known.rpartition(".")[2] for known in keys if known.rpartition(".")[0] == group]
     return f"{key} is not a key{did_you_mean(name, siblings) if siblings else ''}"
+
+
+def refuse_unused(config: Config, overrides: list[str]) -> None:
+    """Raise UserError for a typed key of recipe.fit or recipe.router that the method ignores.
+
+    Those of a comparison are for the variants that have them.
+    """
+    if config.adapter or config.job in ("compare", "reproduce"):
+        return
+    for override in overrides:
+        key, _, value = override.partition("=")
+        part = next((part for part in ("fit", "router") if key.startswith((f"recipe.{part}.", f"recipe/{part}"))), None)
+        if part and getattr(config.recipe, part) is None:
+            reason = f"attention={config.attention.name}, which {'is not fitted' if part == 'fit' else 'has no router'}"
+            raise UserError(f"{key} must be left out with {reason} (got {value}).")
 
 
 def validate(config: Config) -> None:
@@ -180,15 +201,23 @@ def check_attention(config: Config) -> Iterator[str]:
             f"eval.adapters must be empty with attention={attention.name} (got {config.eval.adapters}): they are "
             "measured in place of a method. Measure one with job=evaluate adapter=..."
         )
-    if isinstance(attention, FitOptions) and 0 < attention.calibration_sequences <= attention.validation_sequences:
-        yield (
-            f"attention.calibration_sequences must be > attention.validation_sequences={attention.validation_sequences}"
-            f" (got {attention.calibration_sequences})."
-        )
-    if dual and dual.density is not None and dual.groups_per_layer is not None:
-        yield f"attention.density must be null with attention.groups_per_layer (got {dual.density}). Give one of them."
-    if dual and dual.density is not None and not dual.calibration_sequences:
-        yield f"attention.density must be null with attention.calibration_sequences=0 (got {dual.density})."
+    if dual and dual.density is not None and not config.fitting:
+        yield f"attention.density must be null with recipe.fit.sequences=0 (got {dual.density})."
+
+
+def check_fit(config: Config) -> Iterator[str]:
+    fit, default = config.recipe.fit, FitConfig()
+    if fit is None:
+        return
+    if 0 < fit.sequences <= fit.validation_sequences:
+        least = f"recipe.fit.validation_sequences={fit.validation_sequences}"
+        yield f"recipe.fit.sequences must be > {least} (got {fit.sequences})."
+    for key in () if config.dual else ("importance", "ignored_means", "summed_queries"):
+        if (value := getattr(fit, key)) != (unused := getattr(default, key)):
+            yield (
+                f"recipe.fit.{key} must be {unused} with attention={config.attention.name} (got {value}). Leave it "
+                "out, or type attention=focus_dual."
+            )
 
 
 def check_flash(config: Config) -> Iterator[str]:
@@ -267,9 +296,9 @@ def check_processes(config: Config) -> Iterator[str]:
             f"trainer.accumulate={-(-trainer.accumulate // count) * count}, with a smaller trainer.batch_size for as "
             "many sequences a step."
         )
-    if is_sharded and isinstance(config.attention, FitOptions) and config.attention.calibration_sequences:
+    if is_sharded and config.fitting:
         yield (
-            f"attention.calibration_sequences must be 0 with trainer.strategy=fsdp: {config.attention.name} is fitted "
+            f"recipe.fit.sequences must be 0 with trainer.strategy=fsdp: {config.attention.name} is fitted "
             "to a whole model. Use trainer.strategy=ddp, or a fitted adapter."
         )
     if is_sharded and config.eval.fit_variants:
@@ -290,5 +319,6 @@ def check_processes(config: Config) -> Iterator[str]:
 
 
 CHECKS = (
-    check_job, check_places, check_tasks, check_attention, check_flash, check_top_k, check_recipe, check_processes
-)  # fmt: skip
+    *(check_job, check_places, check_tasks, check_attention, check_fit),
+    *(check_flash, check_top_k, check_recipe, check_processes),
+)

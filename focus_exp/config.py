@@ -8,19 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from focus_exp.attention.options import (
     MAX_SEED,
-    EncoderTraining,
-    FitOptions,
     FocusDualOptions,
     FocusOptions,
     Options,
-    RouterTraining,
     option,
 )
 from focus_exp.errors import UserError
@@ -64,14 +61,12 @@ class AttentionConfig(Options):
 
 
 @dataclass
-class FocusConfig(FocusOptions, RouterTraining, AttentionConfig):
+class FocusConfig(FocusOptions, AttentionConfig):
     """attention.* of Focus."""
-
-    temperature: float = option(0.1, above=0)  # hashes of records leave it out; conf/attention/focus.yaml sets 0.05
 
 
 @dataclass
-class DualConfig(FocusDualOptions, EncoderTraining, AttentionConfig):
+class DualConfig(FocusDualOptions, AttentionConfig):
     """attention.* of Focus with two encoders."""
 
     @property
@@ -93,14 +88,23 @@ def find_schema(method: str) -> type[AttentionConfig]:
     """
     if method in ATTENTION:
         return ATTENTION[method]
+    cls = find_method(method)
+    return make_dataclass(f"{cls.__name__}Config", [], bases=(cls.options, AttentionConfig))
+
+
+def find_method(method: str) -> type[Any]:
+    """Return the class of a method; UserError if there is none."""
     from focus_exp.attention.registry import find
 
     try:
-        cls = find(method)
+        return find(method)
     except ValueError as error:
         raise UserError(str(error)) from error
-    bases = (cls.options, *filter(None, [cls.fit_options]), AttentionConfig)
-    return make_dataclass(f"{cls.__name__}Config", [], bases=bases)
+
+
+def is_fitted(method: str) -> bool:
+    """Return whether the layers of a method are fitted to the base, by recipe.fit."""
+    return method == "focus_dual" if method in ATTENTION else bool(find_method(method).is_fitted)
 
 
 def build_attention(values: dict[str, Any]) -> AttentionConfig:
@@ -113,9 +117,7 @@ def build_attention(values: dict[str, Any]) -> AttentionConfig:
 
 def get_method_options(attention: AttentionConfig) -> dict[str, Any]:
     """Return the options of attention.* that the method's class takes."""
-    from focus_exp.attention.registry import find
-
-    return {item.name: getattr(attention, item.name) for item in fields(find(attention.method).options)}
+    return {item.name: getattr(attention, item.name) for item in fields(find_method(attention.method).options)}
 
 
 @dataclass
@@ -155,6 +157,27 @@ class TuneConfig:
 
 
 @dataclass
+class FitConfig:
+    sequences: int = option(64, least=0)
+    validation_sequences: int = option(16, least=1)
+    steps: int = option(600, least=4)
+    learning_rate: float = option(0.005, above=0)
+    importance: str = option("loss", choices=("loss", "attention"))
+    ignored_means: int = option(0, least=0)
+    summed_queries: int = option(1, least=1)
+
+
+@dataclass
+class RouterConfig:
+    warm_start_sequences: int = option(0, least=0)
+    warm_start_steps: int = option(100, least=1)
+    balance_sequences: int = option(0, least=0)
+    gate_steepness_start: float | None = option(None, least=0)
+    centroid_decay: float = option(0.999, least=0, most=1)
+    recluster_every: int = option(100, least=1)
+
+
+@dataclass
 class RecipeConfig:
     name: str = MISSING
     from_scratch: bool = False
@@ -163,6 +186,8 @@ class RecipeConfig:
     phases: dict[str, PhaseConfig] = option({})
     tune: TuneConfig = field(default_factory=TuneConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    fit: FitConfig | None = option(None)  # of a method that is not fitted
+    router: RouterConfig | None = option(None)  # of a method without a router
 
     def trains(self, part: str) -> bool:
         """Return whether any phase trains `part`: router, lora or all."""
@@ -354,10 +379,9 @@ class Config:
         return self.eval.long_range_distance or self.attention.window
 
     @property
-    def fitting(self) -> FitOptions | None:
-        """Return attention.* of a method that is fitted to the base before any phase; None for other methods."""
-        attention = self.attention
-        return attention if isinstance(attention, FitOptions) and attention.calibration_sequences else None
+    def fitting(self) -> FitConfig | None:
+        """Return recipe.fit of a method that is fitted to the base before any phase; None for other methods."""
+        return self.recipe.fit if self.recipe.fit and self.recipe.fit.sequences else None
 
     @property
     def phases(self) -> list[tuple[str, PhaseConfig]]:
@@ -382,12 +406,12 @@ def list_keys() -> list[str]:
     schemas: list[tuple[str, Any]] = [("", Config), ("recipe.phases.<phase>.", PhaseConfig)]
     schemas += [("attention.", schema) for schema in ATTENTION.values()]
     for prefix, schema in schemas:  # which grows
-        hints = get_type_hints(schema)
-        for item in fields(schema):
-            if is_dataclass(hints[item.name]):
-                schemas.append((f"{prefix}{item.name}.", hints[item.name]))
+        for name, hint in get_type_hints(schema).items():
+            part = next(filter(is_dataclass, (hint, *get_args(hint))), None)
+            if part and get_origin(hint) is not dict:
+                schemas.append((f"{prefix}{name}.", part))
             else:
-                keys.append(prefix + item.name)
+                keys.append(prefix + name)
     return list(dict.fromkeys(keys))  # methods share some
 
 
@@ -395,7 +419,9 @@ def register_schemas() -> None:
     """Register the schemas that the defaults lists of conf/ name, and the variants, each as a file of its own."""
     store = ConfigStore.instance()
     store.store(name="base_config", node=ComposedConfig)
-    for group, schema in GROUPS.items():
+    # conf/recipe/router comes before the recipe, which leaves it as it is
+    composed = GROUPS | {"recipe": RecipeConfig(fit=cast(Any, MISSING), router=cast(Any, MISSING))}
+    for group, schema in composed.items():
         store.store(group=group, name=f"base_{group}", node=schema)
     for experiment, variants in shipped("variant").items():
         for name, overlay in variants.items():

@@ -31,8 +31,8 @@ from focus_exp.results.record import Record
 TIMES = ("seconds", "tokens_per_second")
 # a short fit of two encoders
 DUAL = [
-    *("attention=focus_dual", "recipe=none", "attention.groups=4", "attention.fit_steps=4"),
-    *("attention.calibration_sequences=2", "attention.validation_sequences=1"),
+    *("attention=focus_dual", "recipe=none", "attention.groups=4", "recipe.fit.steps=4"),
+    *("recipe.fit.sequences=2", "recipe.fit.validation_sequences=1"),
 ]
 
 
@@ -138,7 +138,7 @@ def tiny(folder: Path, runs: str = "runs") -> list[str]:
         *("attention.window=8", "attention.sinks=1", "attention.groups=2"),
         *("generate.prompts=2", "generate.prompt_tokens=20", "generate.new_tokens=12"),
         *("analyze.tokens=96", "analyze.passage_tokens=24", "analyze.pairs=4"),
-        *("attention.warm_start_sequences=1", "attention.warm_start_steps=3", "attention.balance_sequences=1"),
+        *("budget.warm_start_sequences=1", "budget.warm_start_steps=3", "budget.balance_sequences=1"),
         *("trainer.batch_size=2", "trainer.accumulate=2", "trainer.progress=false"),
         *("trainer.accelerator=cpu", "trainer.precision=float32", "shared_variant=null"),
     ]

@@ -11,9 +11,10 @@ from torch import Tensor
 from focus_exp import attach, detach
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.block_gate import BlockGate
-from focus_exp.attention.baselines.key_gate import GateTraining, KeyGate
+from focus_exp.attention.baselines.key_gate import KeyGate
 from focus_exp.attention.baselines.top_tokens import TokenIndexer, keep_largest
 from focus_exp.attention.registry import METHODS
+from focus_exp.config import FitConfig
 from focus_exp.fitting.baselines import (
     BlockObservation,
     BlockProbe,
@@ -37,6 +38,7 @@ from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.training.precision import choose_precision
 
 WIDTH, T, KINDS = 16, 96, 6
+FIT = FitConfig(sequences=3, validation_sequences=1, steps=6)
 NEAR = {"window": 5, "sinks": 2}
 INDEX = torch.arange(T)
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
@@ -86,7 +88,7 @@ def test_fit_indexer_finds_planted_pairs():
     torch.manual_seed(0)
     method, validation = TokenIndexer.create(LayerShape(WIDTH, 2, 4, 0), size=8, window=4, sinks=0), planted_pairs(7)
     before, _ = kept_importance(method, validation, 0.2)
-    observations, options = [planted_pairs(seed) for seed in range(4)], TokenIndexer.fit_options(fit_steps=150)
+    observations, options = [planted_pairs(seed) for seed in range(4)], FitConfig(steps=150)
     standardize(method, observations)
     fit_indexer(method, observations, options, torch.Generator().manual_seed(0))
     after, ideal = kept_importance(method, validation, 0.2)
@@ -142,7 +144,7 @@ def test_fit_block_gate_finds_planted_blocks():
         return (x.mass.float().gather(-1, best).sum() / x.mass.float().sum()).item()
 
     before = found()
-    options = BlockGate.fit_options(fit_steps=150, fit_learning_rate=0.05)
+    options = FitConfig(steps=150, learning_rate=0.05)
     fit_block_gate(method, observations[:-1], options, torch.Generator().manual_seed(0))
     assert before < 0.6 < 0.85 < found()
 
@@ -152,9 +154,7 @@ def test_fit_gate_predicts_importance_per_later_query():
     method = KeyGate.create(LayerShape(WIDTH, 2, 4, 0, 1), **NEAR)
     observations = [planted_keys(seed) for seed in range(4)]
     standardize(method, observations)
-    fit_gate(
-        method, observations, GateTraining(fit_steps=200, fit_learning_rate=0.02), torch.Generator().manual_seed(0)
-    )
+    fit_gate(method, observations, FitConfig(steps=200, learning_rate=0.02), torch.Generator().manual_seed(0))
     hidden = (planted_keys(9).hidden.float() - method.mean) / method.scale
     scores, kind = method.scores(hidden)[:, 0].exp(), planted_keys(9).hidden[:, 1] > 0.5
     assert scores[kind].min() > 2 * scores[~kind].max()
@@ -185,10 +185,8 @@ def test_distant_pairs_are_within_the_reach_of_the_base(reach):
 def test_fitted_baselines_keep_their_density_of_the_calibration_text(family, name, tiny_model, tmp_path):
     torch.manual_seed(0)
     sequences, counts, density = random_sequences(3), [], 0.3
-    model = attach(tiny_model(family), name, window=3, sinks=1, **({} if name == "key_gate" else {"density": density}))
-    common = {"calibration_sequences": 3, "validation_sequences": 1, "fit_steps": 6}
-    options = GateTraining(**common, density=density) if name == "key_gate" else METHODS[name].fit_options(**common)
-    fit_attached(model, sequences, options, FLOAT32, tmp_path, seed=0)
+    model = attach(tiny_model(family), name, window=3, sinks=1, density=density)
+    fit_attached(model, sequences, FIT, FLOAT32, tmp_path, seed=0)
     first = next(iter(attached_methods(model)))  # whose hidden states are those of the base
     with (
         torch.no_grad(),
@@ -204,9 +202,8 @@ def test_fit_attached_shares_a_threshold_and_its_fit_between_densities(tiny_mode
     sequences, kept, states, counts = random_sequences(3), [], [], []
     for density in (0.1, 0.5):
         torch.manual_seed(len(kept))
-        model = attach(tiny_model("llama"), "key_gate", **NEAR)
-        options = GateTraining(calibration_sequences=3, validation_sequences=1, fit_steps=6, density=density)
-        fit_attached(model, sequences, options, FLOAT32, tmp_path, seed=0)
+        model = attach(tiny_model("llama"), "key_gate", density=density, **NEAR)
+        fit_attached(model, sequences, FIT, FLOAT32, tmp_path, seed=0)
         methods = list(attached_methods(model).values())
         counts.clear()
         with (
@@ -225,13 +222,12 @@ def test_fit_attached_shares_a_threshold_and_its_fit_between_densities(tiny_mode
 
 @FITTED
 def test_finished_fit_is_read(tiny_model, tmp_path, monkeypatch, name):
-    options = METHODS[name].fit_options(calibration_sequences=3, validation_sequences=1, fit_steps=6)
     sequences = random_sequences(3, length=128)
 
     def fit():
         torch.manual_seed(1)
         model = attach(tiny_model("llama"), name, window=8, sinks=2)
-        fit_attached(model, sequences, options, FLOAT32, tmp_path, seed=0)
+        fit_attached(model, sequences, FIT, FLOAT32, tmp_path, seed=0)
         return [x for method in attached_methods(model).values() for x in method.state_dict().values()]
 
     expected = fit()
@@ -241,12 +237,12 @@ def test_finished_fit_is_read(tiny_model, tmp_path, monkeypatch, name):
 
 @FITTED
 def test_run_fits_and_saves_an_adapter(tmp_path, name):
-    options = (f"attention={name}", "recipe=none", "attention.calibration_sequences=3", "attention.fit_steps=8")
+    options = (f"attention={name}", "recipe=none", "recipe.fit.sequences=3", "recipe.fit.steps=8")
     settings = fitting(*tiny(tmp_path), *options)
-    result = run(*settings, "attention.validation_sequences=1")
+    result = run(*settings, "recipe.fit.validation_sequences=1")
     assert result.code == 0, result.err
     row = scored(record_of(tmp_path).measurements)[-1]
     assert (row.method, row.error) == (name, None)
     assert 0 < row.distant_density <= (0.6 if name == "key_gate" else 0.125)
     assert (only_run(tmp_path) / "adapter").is_dir()
-    assert run(*settings, "attention.validation_sequences=3").code == 2
+    assert run(*settings, "recipe.fit.validation_sequences=3").code == 2

@@ -39,7 +39,7 @@ STRATEGIES = {name: ("trainer.devices=2", f"trainer.strategy={name}") for name i
 # one sequence in a batch: two batches of a step at the same time; three steps in an epoch
 SMALL_BATCHES = (*RETROFIT, *QUICK, "data.max_train_tokens=400", "trainer.batch_size=1", "trainer.accumulate=4")
 # what moves with the tokens of all processes, without any gradient
-RECLUSTER = (*RETROFIT, *QUICK, "attention.centroid_update=recluster", "attention.recluster_every=2")
+RECLUSTER = (*RETROFIT, *QUICK, "attention.centroid_update=recluster", "recipe.router.recluster_every=2")
 ROUTING = ("recipe=finetune", "attention=routing_transformer", "attention.centroid_decay=0.5", *QUICK)
 ROUTING = (*ROUTING, "recipe.phases.everything.steps=4", "recipe.phases.everything.learning_rate=1e-3")
 JOBS = {

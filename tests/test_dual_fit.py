@@ -18,7 +18,7 @@ from focus_exp import attach
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.focus_dual import FocusDual
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, top_k_groups
-from focus_exp.config import DualConfig
+from focus_exp.config import FitConfig
 from focus_exp.fitting import cache, focus_dual, importance
 from focus_exp.fitting.cache import fit_attached, open_fit
 from focus_exp.fitting.encoders import (
@@ -52,12 +52,8 @@ from focus_exp.training.precision import choose_precision
 T, WINDOW, SINKS, GROUPS = 64, 8, 2, 4
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 FITTED = ("distant_density_fit", "importance_lost_fraction", "groups_per_query")
+FIT = FitConfig(sequences=3, validation_sequences=1, steps=8)
 OPTIONS = {"groups": GROUPS, "top_k": 1, "window": WINDOW, "sinks": SINKS}
-
-
-def dual_config(**changes) -> DualConfig:
-    options = OPTIONS | {"calibration_sequences": 3, "validation_sequences": 1, "fit_steps": 8} | changes
-    return DualConfig(name="focus_dual", method="focus_dual", **options)
 
 
 def attach_dual(model, **changes):
@@ -188,7 +184,7 @@ def test_fit_to_attention_observes_attention_weights(tiny_model, tmp_path, monke
     sequences, model = random_sequences(3), tiny_model("llama")
     model.set_attn_implementation("eager")
     attentions = model(sequences[0][None], output_attentions=True).attentions
-    fit_attached(attach_dual(model), sequences, dual_config(fit_to="attention"), FLOAT32, tmp_path, 0)
+    fit_attached(attach_dual(model), sequences, replace(FIT, importance="attention"), FLOAT32, tmp_path, 0)
     for observation, attention in zip(observed, attentions, strict=True):
         expected = (attention[0] * distant_pairs()).unflatten(0, (observation.total.shape[1], -1)).sum(1)
         torch.testing.assert_close(observation.total.T, expected.sum(-1), rtol=1e-3, atol=1e-4)
@@ -281,7 +277,7 @@ def test_group_importance_and_gradient_equal_a_dense_product():
 def test_fit_with_one_encoder_trains_the_key_encoder(tiny_model, tmp_path):
     model = attach_dual(tiny_model("llama"), encoders=1)
     before = copy_state(model)
-    rows, _ = fit_attached(model, random_sequences(3), dual_config(encoders=1), FLOAT32, tmp_path, 0)
+    rows, _ = fit_attached(model, random_sequences(3), FIT, FLOAT32, tmp_path, 0)
     lost = values(rows, "importance_lost_fraction")
     assert all(0 <= x <= 1 for x in lost)
     for method in fitted_methods(model).values():
@@ -341,7 +337,7 @@ def test_allocation_keeps_the_budget_and_stays_on_the_hulls(seed, density):
 @pytest.mark.parametrize("counts", ["query", "pair"])
 def test_fitted_queries_read_top_k_groups_on_average(counts, tiny_model, tmp_path):
     model, sequences, reads = attach_dual(tiny_model("llama"), counts=counts), random_sequences(3), {}
-    fit_attached(model, sequences, dual_config(counts=counts), FLOAT32, tmp_path, 0)
+    fit_attached(model, sequences, FIT, FLOAT32, tmp_path, 0)
 
     def count(layer, method, selection, sequence):
         reads[layer] = selection.query_groups.float().sum(-1)
@@ -382,9 +378,7 @@ def test_interrupted_fit_resumes_and_budgets_share_it(tiny_model, tmp_path, monk
     sequences, folder = random_sequences(3), tmp_path / "resumed"
 
     def fit_with(place=folder, density=0.5, precision=FLOAT32, seed=0):
-        return fit_attached(
-            attach_dual(tiny_model("llama")), sequences, dual_config(density=density), precision, place, seed
-        )
+        return fit_attached(attach_dual(tiny_model("llama"), density=density), sequences, FIT, precision, place, seed)
 
     expected, _ = fit_with(tmp_path / "uninterrupted")
     original, done = focus_dual.fit_encoders, []
@@ -422,18 +416,17 @@ def test_fit_under_autocast_and_beside_unrouted_layers(tiny_model, tmp_path):
     fits = []
     for number, budget in enumerate([["full", 2], ["window", 2]]):
         model = attach_dual(tiny_model("llama"), groups_per_layer=budget)
-        options = dual_config(groups_per_layer=budget)
         precision = replace(FLOAT32, autocast=True)
-        fit_attached(model, random_sequences(3), options, precision, tmp_path / str(number), seed=0)
+        fit_attached(model, random_sequences(3), FIT, precision, tmp_path / str(number), seed=0)
         fits.append({name: x.clone() for name, x in attached_methods(model)[1].state_dict().items()})
     assert all(torch.equal(x, fits[1][name]) for name, x in fits[0].items())
 
 
 def test_fit_cache_key_depends_on_the_arithmetic_of_the_base(tiny_model, tmp_path):
     def folder(**changes):
-        model = tiny_model("llama")
+        model = attach_dual(tiny_model("llama"))
         vars(model.config).update(changes)
-        with open_fit(model, random_sequences(1), dual_config(), FLOAT32, tmp_path, 0) as path:
+        with open_fit(model, random_sequences(1), FIT, FLOAT32, tmp_path, 0) as path:
             return path
 
     assert folder() == folder(_name_or_path="elsewhere", dtype=torch.bfloat16, use_cache=False)
@@ -444,9 +437,9 @@ def test_run_fits_trains_by_distillation_and_saves_the_budget(tmp_path):
     settings = [
         *(
             "attention=focus_dual",
-            "attention.calibration_sequences=3",
-            "attention.validation_sequences=1",
-            "attention.fit_steps=4",
+            "recipe.fit.sequences=3",
+            "recipe.fit.validation_sequences=1",
+            "recipe.fit.steps=4",
         ),
         *("attention.density=0.4", "attention.top_k=1", "attention.groups=6"),
     ]

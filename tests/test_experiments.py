@@ -82,13 +82,27 @@ def test_experiment_and_variants_compose_with_budget_paper(name):
 
 
 def test_typed_setting_wins_over_a_variant_and_one_that_it_includes():
-    settings = ["+experiment=frontier", "attention.fit_steps=7", "attention.window=64", "attention.top_k=2"]
+    settings = ["+experiment=frontier", "recipe.fit.steps=7", "attention.window=64", "attention.top_k=2"]
     config = make_config(*settings)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         own, shared = (compose_variant(config, name, settings) for name in ("dual_20_fast", "shared/two_encoders"))
         without_fit = compose_variant(config, "window", settings)
     assert own.attention == shared.attention
-    assert own.attention.fit_steps == 7 and own.attention.window == without_fit.attention.window == 64
+    assert own.recipe.fit.steps == 7 and own.attention.window == without_fit.attention.window == 64
+
+
+def test_method_chooses_how_it_is_made():
+    paper, typed, fitted = (
+        make_config(f"attention={name}", *settings).recipe
+        for name, *settings in (
+            ("focus_paper",),
+            ("focus_paper", "recipe.router.balance_sequences=3"),
+            ("focus_dual", "recipe=none"),
+        )
+    )
+    assert (paper.router.warm_start_sequences, paper.router.balance_sequences, paper.fit) == (0, 0, None)
+    assert (typed.router.warm_start_sequences, typed.router.balance_sequences) == (0, 3)
+    assert fitted.router is None and fitted.fit.sequences > fitted.fit.validation_sequences
 
 
 def test_hidden_facts_go_with_any_text():
@@ -128,7 +142,8 @@ def tokens_by_variant(variants):
 def tokens_read(config):
     phases = config.phases
     steps = sum(phase.steps for _, phase in phases) * tokens_per_step(config)
-    blocks = config.focus.warm_start_sequences + config.focus.balance_sequences if config.has_router else 0
+    router = config.recipe.router
+    blocks = router.warm_start_sequences + router.balance_sequences if router else 0
     return steps + blocks * config.data.seq_len
 
 

@@ -12,8 +12,9 @@ from focus_exp import UserError, fit, save_adapter
 from focus_exp.models.methods import active_methods
 from focus_exp.models.random import byte_tokenizer
 
-SMALL = {"window": 8, "sinks": 1, "groups": 4, "top_k": 1, "calibration_sequences": 4, "validation_sequences": 1,
-         "fit_steps": 10}  # fmt: skip
+ATTENTION = {"window": 8, "sinks": 1, "groups": 4, "top_k": 1}
+FIT = {"sequences": 4, "validation_sequences": 1, "steps": 10}
+SMALL = ATTENTION | FIT
 
 
 @pytest.fixture
@@ -22,8 +23,9 @@ def texts(tmp_path):
 
 
 def test_fit_gives_the_adapter_of_the_command_line(tiny_model, tmp_path):
-    options = [f"attention.{key}={value}" for key, value in SMALL.items()]
-    fitted = ["attention=focus_dual", "attention.density=0.3", "attention.fit_learning_rate=0.02", "recipe=none"]
+    options = [f"attention.{key}={value}" for key, value in ATTENTION.items()]
+    options += [f"recipe.fit.{key}={value}" for key, value in FIT.items()]
+    fitted = ["attention=focus_dual", "attention.density=0.3", "recipe.fit.learning_rate=0.02", "recipe=none"]
     result = run(*without_attention(tiny(tmp_path)), *fitted, *options)
     assert result.code == 0, result.err
     (names,) = (tmp_path / "cache").rglob("train.documents.json")
@@ -54,7 +56,7 @@ def test_fit_of_short_texts_leaves_the_model_as_it_was(tiny_model, texts, tmp_pa
     assert not active_methods(model)
 
 
-@pytest.mark.parametrize("options", [{"windw": 8}, {"density": 1.5}, {"fit_steps": 1}])
+@pytest.mark.parametrize("options", [{"windw": 8}, {"density": 1.5}, {"steps": 1}])
 def test_fit_names_the_option_that_is_wrong(tiny_model, texts, options):
     with pytest.raises(UserError, match=next(iter(options))):
         fit(tiny_model("llama"), texts, tokenizer=byte_tokenizer(), **options)

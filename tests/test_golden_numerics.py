@@ -85,8 +85,8 @@ def compute_losses(folder: Path) -> dict[str, Any]:
     for name, overrides in {
         "retrofit": [router_steps(2)],
         "lora": lora,
-        "focus_dual": ["attention=focus_dual", "attention.calibration_sequences=3", "attention.validation_sequences=1",
-                       "attention.fit_steps=4", "attention.top_k=1", "recipe=none"],
+        "focus_dual": ["attention=focus_dual", "recipe.fit.sequences=3", "recipe.fit.validation_sequences=1",
+                       "recipe.fit.steps=4", "attention.top_k=1", "recipe=none"],
     }.items():  # fmt: skip
         execute(folder, name, *overrides)
         computed[name] = losses_of(only_run(folder / name))

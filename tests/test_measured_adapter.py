@@ -13,9 +13,9 @@ from focus_exp.results.record import RECORD, Record
 from focus_exp.runs.compose import compose_adapter
 
 FIT = [
-    "attention.calibration_sequences=3",
-    "attention.validation_sequences=1",
-    "attention.fit_steps=4",
+    "recipe.fit.sequences=3",
+    "recipe.fit.validation_sequences=1",
+    "recipe.fit.steps=4",
     "attention.groups=4",
 ]
 
@@ -50,7 +50,7 @@ def refused(*arguments):
 
 
 def test_evaluate_adapter_other_setting_raises(tmp_path, retrofit):
-    for setting in ("attention.window=32", "attention.temperature=9", "attention.warm_start_steps=9", "recipe.steps=2"):
+    for setting in ("attention.window=32", "attention.temperature=9", "recipe.fit.steps=9", "recipe.steps=2"):
         assert refused(*make_command(tmp_path, retrofit, setting)) == setting.partition("=")[0]
     assert not (tmp_path / "runs").exists()
 

@@ -13,9 +13,9 @@ from focus_exp import UserError, attach, load_adapter, save_adapter
 from focus_exp.attention.base import BACKENDS
 from focus_exp.attention.options import FocusOptions, validate_options
 from focus_exp.attention.registry import METHODS, find
-from focus_exp.config import AttentionConfig, find_schema
+from focus_exp.config import AttentionConfig, FitConfig, RouterConfig, find_schema
 
-OPTIONS = [*(kind for method in METHODS.values() for kind in (method.options, method.fit_options) if kind)]
+OPTIONS = [*(method.options for method in METHODS.values()), FitConfig, RouterConfig]
 
 PYTHON = '''
 from dataclasses import dataclass

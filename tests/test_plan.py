@@ -82,7 +82,7 @@ def test_plan_takes_the_fewest_gpus_that_fit(monkeypatch):
     [
         (("model=llama2_70b", "trainer.accumulate=1"), "trainer.accumulate"),
         (("model=llama2_70b", "eval.fit_variants=[shared/two_encoders]"), "eval.fit_variants"),
-        (("model=llama2_70b", "attention=focus_dual"), "attention.calibration_sequences"),
+        (("model=llama2_70b", "attention=focus_dual"), "recipe.fit.sequences"),
         (("trainer.devices=2", "trainer.strategy=single"), "trainer.devices"),
         (("recipe=finetune", "model.quantization=nf4"), "model.quantization"),
         (("attention.backend=cpu",), "attention.backend"),

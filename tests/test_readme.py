@@ -96,8 +96,8 @@ def test_readme_python_runs(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: byte_tokenizer())
     write_texts(tmp_path / "texts")
     (code,) = blocks(README, "python")
-    small = "density=0.2, seq_len=64, window=8, groups=4, top_k=1, calibration_sequences=3, validation_sequences=1"
-    code = code.replace("density=0.2", f"{small}, fit_steps=8")
+    small = "density=0.2, seq_len=64, window=8, groups=4, top_k=1, sequences=3, validation_sequences=1"
+    code = code.replace("density=0.2", f"{small}, steps=8")
     known = {}
     exec(code.replace("[:500]", "[:40]").replace("max_new_tokens=50", "max_new_tokens=3"), known)
     assert (tmp_path / "my-adapter" / "focus_adapter.safetensors").exists()

@@ -119,11 +119,11 @@ def test_adapters_of_equal_name_are_rows_of_their_own(tmp_path):
 
 
 def test_fit_to_too_little_text_is_refused(tmp_path):
-    short = ["attention=focus_dual", "attention.top_k=1", "recipe=none", "attention.calibration_sequences=30"]
-    result = run(*fitting(*tiny(tmp_path), *short, "attention.validation_sequences=20", "data.max_train_tokens=300"))
-    assert result.code == 2 and "attention.validation_sequences" in result.err
-    few = ["attention=focus_dual", "recipe=none", "attention.calibration_sequences=2", "attention.groups=500"]
-    result = run(*fitting(*tiny(tmp_path), *few, "attention.validation_sequences=1"))
+    short = ["attention=focus_dual", "attention.top_k=1", "recipe=none", "recipe.fit.sequences=30"]
+    result = run(*fitting(*tiny(tmp_path), *short, "recipe.fit.validation_sequences=20", "data.max_train_tokens=300"))
+    assert result.code == 2 and "recipe.fit.validation_sequences" in result.err
+    few = ["attention=focus_dual", "recipe=none", "recipe.fit.sequences=2", "attention.groups=500"]
+    result = run(*fitting(*tiny(tmp_path), *few, "recipe.fit.validation_sequences=1"))
     assert result.code == 2 and "attention.groups must be at most" in result.err
 
 

@@ -18,7 +18,6 @@ from focus_exp.results.record import Record
 
 STEPS = "recipe.steps=4"
 BOTH = ("recipe=finetune", "recipe.phases.router.steps=3", "recipe.phases.everything.steps=3")
-MEASURE = ("recipe=none", "attention.warm_start_sequences=0")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def change_weights(folder):
 def test_run_with_changed_inputs_is_refused(tmp_path, change, key, status):
     for part in (build("tiny_llama"), byte_tokenizer()):
         part.save_pretrained(tmp_path / "weights")
-    command = [*tiny(tmp_path), *MEASURE, "eval.tasks=[]", f"model.path={tmp_path / 'weights'}"]
+    command = [*tiny(tmp_path), "recipe=none", "eval.tasks=[]", f"model.path={tmp_path / 'weights'}"]
     succeed(*command)
     path = only_run(tmp_path / "runs") / "record.json"
     path.write_text(path.read_text().replace('"finished"', f'"{status}"'))
@@ -132,8 +131,9 @@ def test_config_hash_depends_on_the_seed_of_the_attention(method):
 def test_record_has_provenance_and_measurements(folder, retrofit):
     record = record_of(folder / "retrofit")
     assert (record.status, record.error, record.seed, record.steps) == ("finished", None, 0, 4)
-    fitted, balanced = (record.setting("attention", f"{name}_sequences") for name in ("warm_start", "balance"))
-    assert record.tokens_seen == (4 * 2 * 2 + fitted + balanced) * 32
+    router = record.config["recipe"]["router"]
+    sequences = router["warm_start_sequences"] + router["balance_sequences"]
+    assert record.tokens_seen == (4 * 2 * 2 + sequences) * 32
     assert record.command.startswith("python -m focus_exp model=tiny_llama")
     assert record.model["used"].startswith("random weights") and record.data["fingerprint"]
     assert record.method["causal"] and record.method["trainable_parameters"] > 0
@@ -182,7 +182,7 @@ def test_train_zero_steps_fits_and_measures_routers(tmp_path):
 
 @pytest.mark.parametrize("attention", ["full", "window", "random_groups", "focus"])
 def test_train_recipe_none_measures_without_training(tmp_path, attention):
-    succeed(*fitting(*tiny(tmp_path), *MEASURE, f"attention={attention}", "attention.window=8"))
+    succeed(*fitting(*tiny(tmp_path), "recipe=none", f"attention={attention}", "attention.window=8"))
     record = record_of(tmp_path)
     balanced = 32 if attention == "focus" else 0  # tokens that the random router's groups were made even on
     assert (record.status, record.steps, record.tokens_seen) == ("finished", 0, balanced)
@@ -221,7 +221,8 @@ def test_train_full_attention_saves_weights_alone(tmp_path, recipe):
 
 
 def test_train_focus_paper_is_recorded_as_noncausal(tmp_path):
-    settings = ("attention=focus_paper", STEPS, "attention.window=8", "attention.groups=3")
+    settings = ["attention=focus_paper", STEPS, "attention.window=8", "attention.groups=3"]
+    settings += ["recipe.router.balance_sequences=1"]
     succeed(*tiny(tmp_path), *settings)
     record = record_of(tmp_path)
     assert record.method["causal"] is False

@@ -29,7 +29,7 @@ SHAPE = Shape(width=32, heads=4, kv_heads=2, head_dim=16)
 LAYER = Layer(SHAPE, window=8, sinks=2, dtype=torch.float32, device=CPU, repeats=1)
 FLOAT32 = Precision(CPU, torch.float32, False, "test")
 BENCH = ["+experiment=speed", "bench.lengths=[48,80]", "bench.groups=[2,4]", "bench.top_k=[1]", router_steps(1)]
-FIT = ["attention.calibration_sequences=2", "attention.validation_sequences=1", "attention.fit_steps=4"]
+FIT = ["recipe.fit.sequences=2", "recipe.fit.validation_sequences=1", "recipe.fit.steps=4"]
 LAYER_ONLY = ["bench.prefill_lengths=[]", "bench.step_lengths=[]", "bench.decode_lengths=[]"]
 
 

@@ -1,6 +1,7 @@
 """Phases: trainable parameters, batches, schedule and precision."""
 
 import json
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,13 +46,22 @@ def blocks_of(seed: int) -> SequenceDataset:
 
 
 def train(
-    model, phase: schema.PhaseConfig, folder: Path, attention: dict | None = None, probed=None, **trainer
+    model, phase: schema.PhaseConfig, folder: Path, options: dict | None = None, probed=None, **trainer
 ) -> list[float]:
-    """Train `model` on random tokens; returns the loss of every optimizer step."""
+    """Train `model` on random tokens; returns the loss of every optimizer step.
+
+    Args:
+        options: of attention.* and recipe.router.
+    """
+    attention, router = dict(options or {}), {}
+    for item in fields(schema.RouterConfig):
+        if item.name in attention:
+            router[item.name] = attention.pop(item.name)
+    phases = {"phase": phase}
     config = schema.Config(
         model=schema.ModelConfig(name="tiny"),
-        attention=FocusConfig(name="focus", method="focus", **attention or {}),
-        recipe=schema.RecipeConfig(name="recipe", phases={"phase": phase}),
+        attention=FocusConfig(name="focus", method="focus", **attention),
+        recipe=schema.RecipeConfig(name="recipe", phases=phases, router=schema.RouterConfig(**router)),
         data=schema.DataConfig(name="random", source="files", seq_len=T),
         eval=schema.EvalConfig(name="eval"),
         trainer=schema.TrainerConfig(name="trainer", accelerator="cpu", progress=False, **trainer),

@@ -71,7 +71,6 @@ class AttentionMethod(nn.Module):
         name: as declared, else the class's.
         causal: False if a token's output depends on later tokens.
         options: dataclass of its options.
-        fit_options: dataclass of further attention.* keys that say how it is fitted; it takes none of them itself.
         statistics: buffer to which forward passes of a training step add what `update_statistics` takes; of several
             processes the sum. None where nothing follows the tokens.
         is_fitted: has tensors that are fitted to the frozen base.
@@ -80,7 +79,6 @@ class AttentionMethod(nn.Module):
     name: ClassVar[str]
     causal: ClassVar[bool] = True
     options: ClassVar[type[Options]] = Options
-    fit_options: ClassVar[type[Options] | None] = None
     is_fitted: bool = False
 
     def __init_subclass__(cls, *, name: str | None = None, options: type[Options] | None = None) -> None:

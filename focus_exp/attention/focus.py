@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape, ste_slope
-from focus_exp.attention.options import FocusOptions, RouterTraining
+from focus_exp.attention.options import FocusOptions
 from focus_exp.attention.router import (
     Router,
     RouterOutput,
@@ -36,8 +36,6 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
     The last four options are the paper's remedies against router collapse. A training loop collects `losses` in the
     forward pass (`auxiliary_losses`) and moves the centroids between steps (`CentroidUpdates`).
     """
-
-    fit_options = RouterTraining
 
     def __init__(self, shape: LayerShape, options: FocusOptions) -> None:
         super().__init__(shape, options.window, options.sinks)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from focus_exp.attention.base import AttentionMethod, LayerShape, ste_slope
 from focus_exp.attention.kernels import cpu_sparse, gpu_sparse
 from focus_exp.attention.kernels.contract import EncoderWeights
-from focus_exp.attention.options import FULL, WINDOW, EncoderTraining, FocusDualOptions
+from focus_exp.attention.options import FULL, WINDOW, FocusDualOptions
 from focus_exp.attention.router import cast_chunks, disable_autocast
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, distant_keys, top_k_groups
 
@@ -49,7 +49,6 @@ class FocusDual(AttentionMethod, name="focus_dual", options=FocusDualOptions):
     nothing is trained: the layer has its window alone, or the base model's attention.
     """
 
-    fit_options = EncoderTraining
     is_fitted = True
 
     def __init__(self, shape: LayerShape, options: FocusDualOptions) -> None:

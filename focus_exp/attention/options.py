@@ -99,16 +99,6 @@ class GroupOptions(LocalOptions):
 
 
 @dataclass
-class FitOptions(Options):
-    """Options of a fit to the base model; keys of attention.*, not of the method."""
-
-    calibration_sequences: int = option(64, least=0)
-    validation_sequences: int = option(16, least=1)
-    fit_steps: int = option(600, least=4)
-    fit_learning_rate: float = option(0.005, above=0)
-
-
-@dataclass
 class FocusOptions(GroupOptions):
     """Options of `focus`, by the paper's symbols; the last four are its remedies against router collapse (table 8)."""
 
@@ -140,23 +130,12 @@ class FocusOptions(GroupOptions):
 
 
 @dataclass
-class RouterTraining(Options):
-    """Options of router training; keys of attention.*, not of the method."""
-
-    gate_steepness_start: float | None = option(None, least=0)
-    warm_start_sequences: int = option(0, least=0)
-    warm_start_steps: int = option(100, least=1)
-    balance_sequences: int = option(0, least=0)
-    centroid_decay: float = option(0.999, least=0, most=1)
-    recluster_every: int = option(100, least=1)
-
-
-@dataclass
 class FocusDualOptions(LocalOptions):
-    """Options of `focus_dual`."""
+    """Options of `focus_dual`; a fit turns `density` into `groups_per_layer`."""
 
     is_trainable = True
 
+    density: float | None = option(None, least=0, most=1)
     groups: int = option(32, least=2)
     top_k: int = option(4, least=1, most="groups")
     heads: str = option("kv", choices=("kv", "layer"))
@@ -166,6 +145,8 @@ class FocusDualOptions(LocalOptions):
     gate_steepness: float = option(10.0, above=0)
 
     def invalid_reason(self) -> str | None:
+        if self.density is not None and self.groups_per_layer is not None:
+            return f"density must be null with groups_per_layer (got {self.density}). Give one of them."
         given: object = self.groups_per_layer
         if not (given is None or isinstance(given, list)):
             return f"groups_per_layer must be a list with an entry per layer (got {given!r})"
@@ -182,16 +163,6 @@ class FocusDualOptions(LocalOptions):
     @property
     def routing(self) -> dict[str, Any]:
         return super().routing if self.groups_per_layer is None else {}  # else the number of groups of each head
-
-
-@dataclass
-class EncoderTraining(FitOptions):
-    """Options of the fit of `focus_dual`; keys of attention.*, not of the method."""
-
-    density: float | None = option(None, least=0, most=1)
-    summed_queries: int = option(1, least=1)
-    fit_to: str = option("loss", choices=("loss", "attention"))
-    ignored_means: int = option(0, least=0)
 
 
 def did_you_mean(name: str, names: list[str]) -> str:

@@ -125,7 +125,8 @@ def focus_variants(
         yield variant
         if variant.top_k == attention.top_k:
             configured = variant
-    if match_density and not is_causal(model) and attention.balance_sequences:
+    is_calibrated = bool(config.recipe.router and config.recipe.router.balance_sequences)
+    if match_density and not is_causal(model) and is_calibrated:
         yield from causal_counterparts(model, config)
     set_routing(model, hard=True, **attention.routing)
     if configured.group_fractions is None or not config.eval.controls:

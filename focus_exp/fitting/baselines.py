@@ -14,7 +14,6 @@ from focus_exp.attention.baselines.block_means import KeyBlocks
 from focus_exp.attention.baselines.key_gate import KeyGate
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.dense import scores, weights
-from focus_exp.attention.options import FitOptions
 from focus_exp.attention.router import disable_autocast
 from focus_exp.attention.selection import (
     AttentionArgs,
@@ -25,6 +24,7 @@ from focus_exp.attention.selection import (
     local_mask,
     row_blocks,
 )
+from focus_exp.config import FitConfig
 from focus_exp.fitting.encoders import (
     MAX_VALUE,
     VALUE_DECAY,
@@ -39,7 +39,7 @@ QUERIES_PER_STEP = 512
 
 
 def fit_indexer(
-    method: TokenIndexer, observations: list[Observation], options: FitOptions, generator: torch.Generator
+    method: TokenIndexer, observations: list[Observation], options: FitConfig, generator: torch.Generator
 ) -> None:
     """Minimize the cross-entropy of a query's scores over distant keys to their importance."""
     tokens = [standardized_tokens(x, method) for x in observations]
@@ -53,7 +53,7 @@ def fit_indexer(
         distant = distant_pairs(method, observations[index].first.to(x.device))[rows]
         return selection_loss(method.scores(x[rows], x), importance[rows], distant, mean)
 
-    minimize(loss, list(method.parameters()), options.fit_learning_rate, options.fit_steps)
+    minimize(loss, list(method.parameters()), options.learning_rate, options.steps)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class BlockProbe(FullAttention):
 
 
 def fit_block_gate(
-    method: BlockGate, observations: list[BlockObservation], options: FitOptions, generator: torch.Generator
+    method: BlockGate, observations: list[BlockObservation], options: FitConfig, generator: torch.Generator
 ) -> None:
     """Minimize the cross-entropy of a query's scores over distant blocks to their attention mass."""
     device = method.weight.device
@@ -123,7 +123,7 @@ def fit_block_gate(
         keys = method.map_pooled(x.pooled.float())[:, None]
         return selection_loss(x.queries.float() @ keys.transpose(-1, -2), x.mass.float(), x.candidates, mean)
 
-    minimize(loss, list(method.parameters()), options.fit_learning_rate, options.fit_steps)
+    minimize(loss, list(method.parameters()), options.learning_rate, options.steps)
 
 
 def selection_loss(scores: Tensor, importance: Tensor, candidates: Tensor, mean: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def distant_pairs(method: AttentionMethod, first: Tensor) -> Tensor:
 
 
 def fit_gate(
-    method: KeyGate, observations: list[Observation], options: FitOptions, generator: torch.Generator
+    method: KeyGate, observations: list[Observation], options: FitConfig, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Fit the log importance of a key per later query by Poisson regression on its token.
 
@@ -181,7 +181,7 @@ def fit_gate(
     with torch.no_grad():
         method.weight.zero_()
         method.bias.zero_()
-    minimize(loss, [method.weight, method.bias], options.fit_learning_rate, options.fit_steps)
+    minimize(loss, [method.weight, method.bias], options.learning_rate, options.steps)
     with torch.no_grad():  # from here on scores compare across heads and layers
         method.bias.add_(rate.log())
         scores = torch.cat([method.scores(x) for x in tokens])

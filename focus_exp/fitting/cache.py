@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.block_gate import BlockGate
-from focus_exp.attention.baselines.key_gate import GateTraining, KeyGate
+from focus_exp.attention.baselines.key_gate import KeyGate
 from focus_exp.attention.baselines.top_tokens import TokenIndexer
 from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.options import FitOptions
-from focus_exp.config import DualConfig
+from focus_exp.attention.registry import find
+from focus_exp.config import FitConfig
 from focus_exp.fitting.baselines import (
     BlockObservation,
     BlockProbe,
@@ -47,15 +47,14 @@ from focus_exp.fitting.importance import (
     record_observations,
 )
 from focus_exp.models.load import fingerprint, select_numerics
+from focus_exp.models.methods import get_attachment
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
 from focus_exp.storage import file_lock, remove, remove_stale_temp
 from focus_exp.training.precision import Precision
 
-NOT_FITTED = (
-    "name", "method", "backend", "density", "summed_queries", "tokens_kept", "top_k", "counts", "groups_per_layer",
-    "gate_steepness",
-)  # fmt: skip
+# options of methods that set what is kept of one fit
+NOT_FITTED = ("density", "tokens_kept", "top_k", "counts", "groups_per_layer", "gate_steepness")
 
 
 class Fit(NamedTuple):
@@ -90,25 +89,32 @@ def record(
     model: PreTrainedModel,
     methods: Mapping[int, AttentionMethod],
     sequences: list[Tensor],
-    options: FitOptions,
+    importance: str,
     precision: Precision,
     folder: Path,
 ) -> list[Path]:
     """Record what the layers are fitted to, in a file of `folder` for each sequence."""
-    probe = find_fit(methods).probe or partial(ImportanceProbe, importance=getattr(options, "fit_to", "loss"))
+    probe = find_fit(methods).probe or partial(ImportanceProbe, importance=importance)
     return record_observations(model, methods, sequences, precision, folder, probe)
 
 
 FORMAT = 8  # increase when the same inputs give another fit
 
 
+def attached_options(model: PreTrainedModel) -> dict[str, Any]:
+    """Return all options of the attached method."""
+    attachment = get_attachment(model)
+    return asdict(find(attachment.method).options(**attachment.options))
+
+
 @contextmanager
 def open_fit(
-    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
+    model: PreTrainedModel, sequences: list[Tensor], fit: FitConfig, precision: Precision, cache: Path, seed: int
 ) -> Iterator[Path]:
     """Lock and yield the folder in the cache of what `fit_attached` makes of these arguments."""
     methods = fitted_methods(model)
-    key = {name: value for name, value in asdict(options).items() if name not in NOT_FITTED}
+    options = {name: value for name, value in attached_options(model).items() if name not in NOT_FITTED}
+    key = [options, asdict(replace(fit, summed_queries=1))]  # which sets what is kept too
     text = hashlib.sha256(torch.stack(sequences).cpu().numpy().tobytes()).hexdigest()
     of_methods = [[layer, method.name] for layer, method in sorted(methods.items())]
     base = [fingerprint(model), select_numerics(model.config), precision.name]
@@ -120,34 +126,36 @@ def open_fit(
 
 
 def fit_attached(
-    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, cache: Path, seed: int
+    model: PreTrainedModel, sequences: list[Tensor], fit: FitConfig, precision: Precision, cache: Path, seed: int
 ) -> tuple[list[Measurement], float]:
     """Fit the attached methods of all layers, and set their budget.
 
     Args:
-        sequences: token ids `(T,)`; on the last `validation_sequences` the budget of `focus_dual` is chosen.
+        sequences: token ids `(T,)`; on the last `fit.validation_sequences` the budget of `focus_dual` is chosen.
 
     Returns:
         Measurements of the fit, and the seconds that it took.
     """
     if not (methods := fitted_methods(model)):
         return [], 0.0
-    calibration, validation = sequences[: -options.validation_sequences], sequences[-options.validation_sequences :]
-    with open_fit(model, sequences, options, precision, cache, seed) as folder:
-        states, seconds = fit_layers(model, calibration, options, precision, folder, seed)
-        if isinstance(options, DualConfig):
-            load_layers(methods, states, options.counts)
-            measurements, more = choose_budget(model, methods, validation, options, precision, folder)
+    calibration, validation = sequences[: -fit.validation_sequences], sequences[-fit.validation_sequences :]
+    kind, options = find_fit(methods), attached_options(model)
+    with open_fit(model, sequences, fit, precision, cache, seed) as folder:
+        states, seconds = fit_layers(model, calibration, fit, precision, folder, seed)
+        if kind is FITS[FocusDual]:
+            load_layers(methods, states)
+            chosen = options["density"], fit.summed_queries
+            measurements, more = choose_budget(model, methods, validation, *chosen, precision, folder)
             return measurements, seconds + more
-    if isinstance(options, GateTraining):
-        set_threshold(states, options.density)
+    if kind is FITS[KeyGate]:
+        set_threshold(states, options["density"])
     for layer, state in states.items():
         methods[layer].load_state_dict(state)
     return [], seconds
 
 
 def fit_layers(
-    model: PreTrainedModel, sequences: list[Tensor], options: FitOptions, precision: Precision, folder: Path, seed: int
+    model: PreTrainedModel, sequences: list[Tensor], fit: FitConfig, precision: Precision, folder: Path, seed: int
 ) -> tuple[dict[int, dict[str, Tensor]], float]:
     """Return each layer's tensors, fitted or from `folder`, and the seconds in all runs.
 
@@ -159,17 +167,17 @@ def fit_layers(
     seconds = sum(read_seconds(x) / (threads if x.name.startswith("layer") else 1) for x in parts.glob("*"))
 
     def compute() -> dict[str, Tensor]:
-        recorded = record(model, methods, sequences, options, precision, parts)
+        recorded = record(model, methods, sequences, fit.importance, precision, parts)
         tensors: dict[str, Tensor] = {}
 
-        def fit(layer: int) -> dict[str, Tensor]:
+        def fit_layer(layer: int) -> dict[str, Tensor]:
             def compute_layer() -> dict[str, Tensor]:
                 generator = torch.Generator().manual_seed(seed + layer)
-                return fit_one_layer(methods[layer], recorded, layer, options, generator)
+                return fit_one_layer(methods[layer], recorded, layer, fit, generator)
 
             return load_or_compute(parts / f"layer-{layer:03d}.safetensors", compute_layer)[0]
 
-        fitted = ProgressBar(map_in_threads(fit, list(methods), precision.device), "fitting layers", len(methods),
+        fitted = ProgressBar(map_in_threads(fit_layer, list(methods), precision.device), "fitting layers", len(methods),
                              unit="layer")  # fmt: skip
         for layer, state in zip(methods, fitted, strict=True):
             tensors |= {f"{layer}/{name}": x for name, x in state.items()}
@@ -185,12 +193,12 @@ def fit_layers(
 
 
 def fit_one_layer(
-    method: Any, recorded: list[Path], layer: int, options: FitOptions, generator: torch.Generator
+    method: Any, recorded: list[Path], layer: int, fit: FitConfig, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Fit one layer's method to what was recorded; returns its tensors, and others to cache besides."""
-    fit = find_fit({layer: method})
-    observations = read_observations(recorded, layer, fit.observation)
+    kind = find_fit({layer: method})
+    observations = read_observations(recorded, layer, kind.observation)
     if hasattr(method, "mean"):
         standardize(method, observations)
-    measured = fit.fit(method, observations, options, generator) or {}
+    measured = kind.fit(method, observations, fit, generator) or {}
     return method.state_dict() | measured

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.options import did_you_mean, validate_options
-from focus_exp.config import DualConfig, get_method_options
+from focus_exp.attention.options import FocusDualOptions, did_you_mean, validate_options
+from focus_exp.config import FitConfig
 from focus_exp.data.packing import SequenceDataset, find_prefix, read_stream, write_stream
 from focus_exp.errors import UserError
 from focus_exp.fitting.cache import fit_attached
@@ -41,11 +41,11 @@ def fit(
     interrupted one resumes, and another density takes seconds.
 
     Args:
-        texts: documents of the kind that the model will read. `calibration_sequences` (64) sequences are drawn.
+        texts: documents of the kind that the model will read. `sequences` (64) sequences are drawn.
         density: fraction of the distant causal query-key pairs to keep.
         tokenizer: of the model; None loads that of `model.name_or_path`.
         seq_len: length of a sequence [tokens].
-        options: keys of conf/attention/focus_dual.yaml, such as window, groups or fit_steps.
+        options: keys of attention.* such as window or groups, and of recipe.fit such as steps.
 
     Returns:
         the model, in eval mode, with hard routing.
@@ -53,27 +53,29 @@ def fit(
     Raises:
         UserError: an option is unknown or out of range, the texts are too short, or the model cannot be attached.
     """
-    known = [item.name for item in fields(DualConfig) if item.name not in ("name", "method", "backend")]
-    if unknown := min(options.keys() - set(known), default=None):
-        raise UserError(f"fit has no option {unknown}{did_you_mean(unknown, known)}")
-    settings = DualConfig(name=METHOD, method=METHOD, density=density, **{"fit_learning_rate": LEARNING_RATE} | options)
+    keys = [item.name for schema in (FocusDualOptions, FitConfig) for item in fields(schema)]
+    if unknown := min(options.keys() - set(keys), default=None):
+        raise UserError(f"fit has no option {unknown}{did_you_mean(unknown, keys)}")
+    made = {item.name: options.pop(item.name) for item in fields(FitConfig) if item.name in options}
+    recipe = FitConfig(**{"learning_rate": LEARNING_RATE} | made)
     try:
-        validate_options(settings)
+        attention = FocusDualOptions.create(density=density, **options)
+        validate_options(recipe)
     except ValueError as error:
         raise UserError(str(error)) from error
-    sequences = draw_sequences(texts, tokenizer or AutoTokenizer.from_pretrained(model.name_or_path), seq_len,
-                               settings.calibration_sequences, seed)  # fmt: skip
-    if len(sequences) <= settings.validation_sequences:
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
+    sequences = draw_sequences(texts, tokenizer, seq_len, recipe.sequences, seed)
+    if len(sequences) <= recipe.validation_sequences:
         raise UserError(
-            f"texts must fill more than validation_sequences={settings.validation_sequences} sequences of "
+            f"texts must fill more than validation_sequences={recipe.validation_sequences} sequences of "
             f"seq_len={seq_len} (got {len(sequences)}). Give more text, or a smaller seq_len."
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        attach(model.eval(), METHOD, **get_method_options(settings))
+        attach(model.eval(), METHOD, **vars(attention))
     try:
         precision = Precision(model.device, model.dtype, autocast=False, reason="the model's own")
-        fit_attached(model, sequences, settings, precision, cache_root(cache_dir), seed)
+        fit_attached(model, sequences, recipe, precision, cache_root(cache_dir), seed)
     except BaseException:
         detach(model)
         raise

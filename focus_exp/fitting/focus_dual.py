@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.attention.focus_dual import UNSET, FocusDual
 from focus_exp.attention.selection import top_k_groups
-from focus_exp.config import DualConfig
+from focus_exp.config import FitConfig
 from focus_exp.fitting.encoders import balance_keys, fit_encoders, fit_thresholds, score_thresholds
 from focus_exp.fitting.focus import run_forward
 from focus_exp.fitting.importance import (
@@ -184,31 +184,32 @@ CURVES = "curves-3"  # increase when the same encoders give other curves
 
 
 def fit_dual_layer(
-    method: FocusDual, observations: list[Observation], options: DualConfig, generator: torch.Generator
+    method: FocusDual, observations: list[Observation], options: FitConfig, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Fit a layer's encoders; returns its thresholds under every counting rule that has them."""
-    fit_encoders(method, observations, options.fit_steps, options.fit_learning_rate, generator, options.ignored_means)
+    fit_encoders(method, observations, options.steps, options.learning_rate, generator, options.ignored_means)
     return {f"thresholds.{counts}": fit_thresholds(method, counts, observations) for counts in WITH_THRESHOLDS}
 
 
-def load_layers(methods: Mapping[int, FocusDual], states: dict[int, dict[str, Tensor]], counts: str) -> None:
-    """Load fitted layers, with their thresholds under the counting rule `counts`."""
+def load_layers(methods: Mapping[int, FocusDual], states: dict[int, dict[str, Tensor]]) -> None:
+    """Load fitted layers, with their thresholds under the methods' counting rule."""
     for layer, state in states.items():
-        thresholds = {rule: state.pop(f"thresholds.{rule}") for rule in WITH_THRESHOLDS}
-        methods[layer].load_state_dict(state | {"thresholds": thresholds.get(counts, state["thresholds"])})
+        method, thresholds = methods[layer], {rule: state.pop(f"thresholds.{rule}") for rule in WITH_THRESHOLDS}
+        method.load_state_dict(state | {"thresholds": thresholds.get(method.counts, state["thresholds"])})
 
 
-def curves_path(folder: Path, options: DualConfig) -> Path:
+def curves_path(folder: Path, counts: str, summed_queries: int) -> Path:
     """Return the file in a fit's folder for the budget curves that these options need."""
-    summed = f"-of-{options.summed_queries}" if options.summed_queries > 1 else ""
-    return folder / f"{CURVES}-by-{options.counts}{summed}.safetensors"
+    summed = f"-of-{summed_queries}" if summed_queries > 1 else ""
+    return folder / f"{CURVES}-by-{counts}{summed}.safetensors"
 
 
 def choose_budget(
     model: PreTrainedModel,
     methods: Mapping[int, FocusDual],
     sequences: list[Tensor],
-    options: DualConfig,
+    density: float | None,
+    summed_queries: int,
     precision: Precision,
     folder: Path,
 ) -> tuple[list[Measurement], float]:
@@ -219,14 +220,15 @@ def choose_budget(
     """
 
     def measure() -> dict[str, Tensor]:
-        measured = measure_curves(model, methods, sequences, precision, options.summed_queries)
+        measured = measure_curves(model, methods, sequences, precision, summed_queries)
         return {f"{i}.{name}": x for i, curve in measured.items() for name, x in vars(curve).items()}
 
-    tensors, seconds = load_or_compute(curves_path(folder, options), measure)
+    path = curves_path(folder, next(iter(methods.values())).counts, summed_queries)
+    tensors, seconds = load_or_compute(path, measure)
     curves = {i: BudgetCurves(*(tensors[f"{i}.{item.name}"] for item in fields(BudgetCurves))) for i in methods}
     reads = [method.groups_per_head for method in methods.values()]
-    if options.density is not None:
-        reads = allocate_groups(list(curves.values()), options.density)
+    if density is not None:
+        reads = allocate_groups(list(curves.values()), density)
         set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
     layers = zip(curves.items(), reads, strict=True)
     return [m for (layer, curve), groups in layers for m in describe_layer(layer, curve, groups)], seconds

@@ -11,7 +11,7 @@ from focus_exp.runs.open import open_run
 from focus_exp.runs.prepare import prepare, training_sequences
 from focus_exp.runs.resume import print_finished
 
-CALIBRATION_SEQUENCES = 8  # of the untrained router, if the trained one is an adapter without balance_sequences
+CALIBRATION_SEQUENCES = 8  # of the untrained router, where recipe.router says none
 
 
 def analyze(config: Config) -> None:
@@ -30,7 +30,7 @@ def analyze(config: Config) -> None:
         for other in others:  # checked before a router is trained
             read_adapter(setup.model, other, check_base=config.check_base)
         load_or_fit_router(run, setup)
-        count = config.focus.balance_sequences if config.has_router else 0
+        count = config.recipe.router.balance_sequences if config.recipe.router else 0
         calibration = sequences.sample(count or CALIBRATION_SEQUENCES, config.seed + 2)
         held_out = setup.perplexity.blocks
         analysis = GroupAnalysis(setup.model, setup.tokenizer, held_out, calibration, config, run.precision)

@@ -31,9 +31,7 @@ def bench(config: Config) -> None:
     config = compose_router(config)
     attention = config.attention
     if not (attention.is_soft or config.adapter or trains_router(config)):  # has no groups but its own
-        raise UserError(
-            f"attention.calibration_sequences must be > 0 with attention={attention.name} (got 0). Or type adapter=."
-        )
+        raise UserError(f"recipe.fit.sequences must be > 0 with attention={attention.name} (got 0). Or type adapter=.")
     methods = compose_methods(config)
     if print_finished(config):
         return

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
-from focus_exp.attention.options import FitOptions, FocusOptions
-from focus_exp.config import Config, RecipeConfig, TuneConfig, get_method_options
+from focus_exp.attention.options import FocusOptions
+from focus_exp.config import Config, FitConfig, RecipeConfig, TuneConfig, get_method_options
 from focus_exp.config_hash import config_hash
 from focus_exp.data import SequenceDataset, load_corpus
 from focus_exp.errors import UserError, first_line
@@ -97,7 +97,7 @@ def train(config: Config) -> None:
         if not has_lora:
             run_on_rank_zero(model, setup.measure_base)
         if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
-            print(estimate(tuned, setup.perplexity, [variant.attention for variant in fitted.values()]))
+            print(estimate(tuned, setup.perplexity, [*fitted.values()]))
         with run.count_training_time():
             fit(run, model, sequences, setup)
             if tuned.recipe.trains("all"):
@@ -198,10 +198,9 @@ def fit(run: Run, model: PreTrainedModel, sequences: SequenceDataset, setup: Set
         any(checkpoint_path(run.folder / CHECKPOINTS, name).exists() for name, _ in config.phases[:1])
     )
     fitting = fit_before_training(run, model, sequences, is_resumed)
-    balancing = sequences.sample(config.focus.balance_sequences, config.seed + 2) if has_router else []
-    moved = (
-        sequences.sample(config.dual.calibration_sequences, config.seed + 2) if config.dual and config.phases else []
-    )
+    router, moves = config.recipe.router, config.recipe.fit if config.dual and config.phases else None
+    balancing = sequences.sample(router.balance_sequences, config.seed + 2) if router else []
+    moved = sequences.sample(moves.sequences, config.seed + 2) if moves else []
 
     def measure(phase: str) -> None:
         assert evaluator is not None
@@ -259,10 +258,11 @@ def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDat
     """Fit the attached method to the frozen base; returns the sequences that it took."""
     config, seed, precision = run.config, run.config.seed, run.precision
     start = time.perf_counter()
-    if config.has_router and config.phases and config.focus.warm_start_sequences:
-        sample = sequences.sample(config.focus.warm_start_sequences, seed + 1)
+    router = config.recipe.router
+    if router and config.phases and router.warm_start_sequences:
+        sample = sequences.sample(router.warm_start_sequences, seed + 1)
         if not is_resumed:
-            run_on_rank_zero(model, lambda: warm_start(model, sample, config.focus.warm_start_steps, precision, seed))
+            run_on_rank_zero(model, lambda: warm_start(model, sample, router.warm_start_steps, precision, seed))
             print(f"warm start: {len(sample)} sequences, {time.perf_counter() - start:.1f} s")
         return sample
     if config.fitting is None:
@@ -276,7 +276,7 @@ def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDat
 
 
 def fit_to_base(
-    run: Run, model: PreTrainedModel, sequences: SequenceDataset, options: FitOptions
+    run: Run, model: PreTrainedModel, sequences: SequenceDataset, options: FitConfig
 ) -> tuple[list[Tensor], list[Measurement], float]:
     """Fit the attached method to the frozen base.
 
@@ -284,14 +284,14 @@ def fit_to_base(
         the sequences that it took, its measurements, and the seconds in all runs that worked on it.
     """
     cache, seed, precision = cache_root(run.config.cache_dir), run.config.seed, run.precision
-    sample = sequences.sample(options.calibration_sequences, seed + 1)
+    sample = sequences.sample(options.sequences, seed + 1)
     if len(sample) <= options.validation_sequences:
         raise UserError(
             f"the training text must have more than {options.validation_sequences} sequences of data.seq_len="
             f"{sequences.seq_len} for the fit (got {len(sample)}). Use more text, a smaller data.seq_len, or a smaller "
-            "attention.validation_sequences."
+            "recipe.fit.validation_sequences."
         )
-    if len(sample) < options.calibration_sequences:
+    if len(sample) < options.sequences:
         run.warn(f"fitted to {len(sample)} sequences: the training text has no more")
     return sample, *fit_attached(model, sample, options, precision, cache, seed)
 
@@ -331,12 +331,11 @@ def fit_variants(
     """Fit variants to the frozen base, save their adapters, and let `evaluator` score them; returns measurements."""
     rows = []
     for name, variant in variants.items():
-        options = variant.attention
-        assert isinstance(options, FitOptions)
+        assert variant.fitting is not None
         folder = run.folder / f"adapter-{name}"
         pl.seed_everything(run.config.seed, verbose=False)
-        with swap_attachment(model, options.method, get_method_options(options)):
-            sample, measurements, seconds = fit_to_base(run, model, texts[name], options)
+        with swap_attachment(model, variant.attention.method, get_method_options(variant.attention)):
+            sample, measurements, seconds = fit_to_base(run, model, texts[name], variant.fitting)
             extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
             extra |= {"tokens": sum(map(len, sample)), "seed": run.config.seed, "fit_seconds": seconds}
             save_adapter(model, folder, extra)

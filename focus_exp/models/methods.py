@@ -303,7 +303,7 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
     """
     attachment, methods = get_attachment(model), attached_methods(model)
     try:
-        options = FocusDualOptions.create(**attachment.options | {"groups_per_layer": budget})
+        options = FocusDualOptions.create(**attachment.options | {"groups_per_layer": budget, "density": None})
         check_budget_length(budget, len(attention_modules(model)))
         parts: list[tuple[FocusDual, list[int]]] = []
         for method in methods.values():
@@ -314,7 +314,7 @@ def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
         raise UserError(str(error)) from None
     for method, part in parts:
         method.set_budget(part)
-    attachment.options["groups_per_layer"] = options.groups_per_layer
+    attachment.options |= {"groups_per_layer": options.groups_per_layer, "density": None}
     return model
 
 

@@ -22,10 +22,19 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from focus_exp.attention.options import FitOptions, RouterTraining, did_you_mean
+from focus_exp.attention.options import did_you_mean
 from focus_exp.checks import drop_file_fields, parse, validate
 from focus_exp.cli import explain_error, quote
-from focus_exp.config import Config, DataConfig, FocusConfig, ModelConfig, RecipeConfig, build_attention, find_schema
+from focus_exp.config import (
+    Config,
+    DataConfig,
+    FocusConfig,
+    ModelConfig,
+    RecipeConfig,
+    build_attention,
+    find_schema,
+    is_fitted,
+)
 from focus_exp.config_hash import config_hash, flatten
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import BASE_HINT, read_description
@@ -36,7 +45,6 @@ GROUP = "variant"
 TEXT = {"data", *(f"data.{item.name}" for item in fields(DataConfig))} - {
     "data.seq_len", "data.max_train_tokens", "data.max_test_tokens", "data.hidden_facts"
 }  # fmt: skip
-TRAINING = {item.name for schema in (RouterTraining, FitOptions) for item in fields(schema)}  # unused with an adapter
 
 
 def compose_overrides(overrides: list[str], others: Sequence[str] = (), *, changes_method: bool = False) -> Config:
@@ -201,8 +209,7 @@ def compose_router(config: Config) -> Config:
         UserError: if the attention has no router.
     """
     config = compose_adapter(config) if config.adapter else config
-    is_fitted = isinstance(config.attention, FitOptions) and config.job != "analyze"  # which describes groups
-    if not (config.has_groups or is_fitted):
+    if not (config.has_groups or (is_fitted(config.attention.method) and config.job != "analyze")):  # of groups
         raise UserError(
             f"attention must have a router with job={config.job} (got {config.attention.name}). Type attention=focus "
             "or attention=focus_dual."
@@ -223,7 +230,7 @@ def refuse_ignored_options(config: Config, description: dict[str, Any], settings
     method, free, made = description["method"], free_options(description), description["options"]
     for name, setting in settings.items():
         group, _, key = name.partition(".")
-        if (group == "recipe" and setting.value() != "none") or (group == "attention" and key in TRAINING):
+        if name.startswith("recipe") and setting.value() != "none":
             raise UserError(
                 f"{name} must be left out with adapter={config.adapter}, which is not trained (got {setting.value()})."
             )

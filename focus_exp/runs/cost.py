@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from focus_exp.attention.options import FitOptions
-from focus_exp.config import AttentionConfig, Config
+from focus_exp.config import Config
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.evaluation.variants import BASE
 from focus_exp.models.methods import is_causal
@@ -15,13 +14,13 @@ from focus_exp.models.methods import is_causal
 ROUTED, TRAINED, OBSERVED, FITTED = 0.85, 3.0, 4.0, 0.27
 
 
-def estimate(config: Config, evaluator: PerplexityEvaluator, variants: Sequence[AttentionConfig]) -> str:
+def estimate(config: Config, evaluator: PerplexityEvaluator, variants: Sequence[Config]) -> str:
     """Return one line on the minutes that job=train takes; fits in the cache take none.
 
     Passes over a sequence, times the seconds of one of the base, on the first sequences.
 
     Args:
-        variants: options of eval.fit_variants, fitted to the base too.
+        variants: eval.fit_variants, fitted to the base too.
     """
     if BASE not in evaluator.scores:
         return "estimate: none, because the base could not be scored"
@@ -29,22 +28,20 @@ def estimate(config: Config, evaluator: PerplexityEvaluator, variants: Sequence[
     trained = sum(phase.steps for _, phase in config.phases) * trainer.accumulate * trainer.batch_size
     passes = {"training": TRAINED * trained, "fit": 0.0}
     rows = 1.0 + len(settings.adapters) if config.attention.method != "full" else 0.0
-    if config.has_router:
-        focus = config.focus
-        passes["training"] += focus.warm_start_sequences + FITTED * focus.warm_start_steps
-        passes["training"] += 2 * ROUTED * focus.balance_sequences
+    if router := recipe.router:
+        passes["training"] += router.warm_start_sequences + FITTED * router.warm_start_steps
+        passes["training"] += 2 * ROUTED * router.balance_sequences
         # hard routings next to the soft one, controls, causal counterparts, and both routings after earlier phases
         rows += len(config.scored_top_ks) - 1 + settings.bounds + settings.controls * (2 + settings.bounds)
         rows += 2 * max(0, len(config.phases) - 1) + 2 * (
-            not is_causal(evaluator.model) and focus.balance_sequences > 0
+            not is_causal(evaluator.model) and router.balance_sequences > 0
         )
     total, first = sum(map(len, evaluator.rounds)), len(evaluator.rounds[0])
     before = first * (config.has_router and evaluator.is_base_frozen)  # the router before its training
     bases = 1 + (recipe.trains("lora") or recipe.trains("all"))
     passes["scoring"] = bases * total + ROUTED * (rows * (total + before) + len(variants) * total)
-    for options in (*variants, config.attention):
-        if isinstance(options, FitOptions) and options.calibration_sequences:
-            passes["fit"] += OBSERVED * options.calibration_sequences + FITTED * options.fit_steps
+    for fitting in filter(None, (fitted.fitting for fitted in (*variants, config))):
+        passes["fit"] += OBSERVED * fitting.sequences + FITTED * fitting.steps
     seconds = evaluator.scores[BASE].seconds / len(evaluator.scored)
     count = sum(passes.values())
     parts = ", ".join(f"{stage} {count:.0f}" for stage, count in passes.items() if count)

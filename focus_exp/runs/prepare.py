@@ -153,8 +153,9 @@ def count_training_tokens(config: Config) -> int:
     """
     budget = config.budget
     steps = max(sum(phase.steps for _, phase in config.phases), budget["both_steps"])
-    warm_up = config.focus.warm_start_sequences + config.focus.balance_sequences if config.has_router else 0
-    fitted = config.fitting.calibration_sequences if config.fitting else 0
+    router = config.recipe.router
+    warm_up = router.warm_start_sequences + router.balance_sequences if router else 0
+    fitted = config.fitting.sequences if config.fitting else 0
     shared = sum(budget[f"{name}_sequences"] for name in ("warm_start", "balance", "calibration"))
     return steps * tokens_per_step(config) + max(warm_up + fitted, shared) * config.data.seq_len
 

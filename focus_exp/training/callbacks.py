@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.router import follow_means, kmeans
 from focus_exp.attention.selection import Selection, Sequence
-from focus_exp.config import FocusConfig, PhaseConfig
+from focus_exp.config import PhaseConfig, RouterConfig
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.methods import find_routers, observe_selections, temporary_attributes
@@ -193,10 +193,10 @@ class CentroidUpdates(Callback):
     at the average norm that they had.
     """
 
-    def __init__(self, model: nn.Module, attention: FocusConfig) -> None:
+    def __init__(self, model: nn.Module, update: str, recipe: RouterConfig) -> None:
         self.routers = find_routers(model)
-        self.update, self.decay = attention.centroid_update, attention.centroid_decay
-        self.every = 1 if self.update == "ema" else attention.recluster_every
+        self.update, self.decay = update, recipe.centroid_decay
+        self.every = 1 if update == "ema" else recipe.recluster_every
 
     def on_train_batch_start(self, *_: Any) -> None:
         for method in self.routers.values():

@@ -114,10 +114,11 @@ def make_callbacks(
     callbacks: list[pl.Callback] = [PhaseBar()] if settings.progress else []
     if is_main():
         callbacks += [Metrics(StepLog(folder / METRICS, name, first_step), settings.log_every, tokens_per_step(config))]
-    if config.has_router and config.focus.centroid_update != "gradient":
-        callbacks += [CentroidUpdates(model, config.focus)]
-    if config.has_router and config.focus.gate_steepness_start is not None:
-        callbacks += [GateAnnealing(model, config.focus.gate_steepness_start, config.focus.gate_steepness)]
+    router = config.recipe.router
+    if router and config.focus.centroid_update != "gradient":
+        callbacks += [CentroidUpdates(model, config.focus.centroid_update, router)]
+    if router and router.gate_steepness_start is not None:
+        callbacks += [GateAnnealing(model, router.gate_steepness_start, config.focus.gate_steepness)]
     if probed is not None and every and find_routers(model):
         callbacks += [Probe(StepLog(folder / PROBES, name, first_step), every, model, probed, precision)]
     minutes = minutes_between(settings.checkpoint_minutes, sum(p.numel() for p in task.trainable_parameters()))

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.block_means import BlockMeans, BlockOptions, KeyBlocks
-from focus_exp.attention.options import FitOptions
 
 POOLS = ("mean", "amax", "amin")  # of a block's keys, as in the original
 
@@ -24,7 +23,6 @@ class BlockGate(BlockMeans, name="block_gate", options=BlockOptions):
     - The target is each query head's mass without the window.
     """
 
-    fit_options = FitOptions
     is_fitted = True
 
     def __init__(self, shape: LayerShape, options: BlockOptions) -> None:

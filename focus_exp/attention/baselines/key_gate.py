@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
-from focus_exp.attention.options import FitOptions, LocalOptions, option
+from focus_exp.attention.options import LocalOptions, option
 from focus_exp.attention.router import disable_autocast, multiply_tokens
 from focus_exp.attention.selection import Selection, Sequence
 
 
 @dataclass
-class GateTraining(FitOptions):
-    """Options of the fit of the gates; keys of attention.*, not of the method."""
+class KeyGateOptions(LocalOptions):
+    """Options of `key_gate`; a fit turns `density` into the threshold."""
 
     density: float = option(0.2, least=0, most=1)
 
 
-class KeyGate(AttentionMethod, name="key_gate", options=LocalOptions):
+class KeyGate(AttentionMethod, name="key_gate", options=KeyGateOptions):
     """Keep i - j <= window, the first `sinks` tokens, and the distant keys whose score passes the threshold.
 
     A key's score for each key/value head is linear in the standardized hidden state: the log importance per later query
@@ -28,10 +28,9 @@ class KeyGate(AttentionMethod, name="key_gate", options=LocalOptions):
     the token alone, so the method is causal. The gate has n * (E + 1) parameters per layer, for n key/value heads.
     """
 
-    fit_options = GateTraining
     is_fitted = True
 
-    def __init__(self, shape: LayerShape, options: LocalOptions) -> None:
+    def __init__(self, shape: LayerShape, options: KeyGateOptions) -> None:
         super().__init__(shape, options.window, options.sinks)
         heads = shape.kv_heads or shape.heads
         self.weight = nn.Parameter(torch.randn(heads, shape.width) * shape.width**-0.5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, require_no_sink_logits
-from focus_exp.attention.options import FitOptions, LocalOptions, option
+from focus_exp.attention.options import LocalOptions, option
 from focus_exp.attention.router import cast_chunks, disable_autocast
 from focus_exp.attention.selection import (
     AttentionArgs,
@@ -122,7 +122,6 @@ class TokenIndexer(TopTokens, name="token_indexer", options=TokenIndexerOptions)
     lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556) with one head, hence without gate, and without rotation.
     """
 
-    fit_options = FitOptions
     is_fitted = True
 
     def __init__(self, shape: LayerShape, options: TokenIndexerOptions) -> None:
