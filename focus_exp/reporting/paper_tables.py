@@ -11,7 +11,7 @@ import pandas as pd
 from focus_exp.reporting.format import format_percent
 from focus_exp.reporting.frame import BASE, FULL, aggregate_seeds, filter_rows, to_frame, to_rows
 from focus_exp.reporting.load import Results
-from focus_exp.reporting.paper_specs import TABLES, Column, Place, Spec, join_key, paper_rows
+from focus_exp.reporting.paper_specs import Column, Place, Spec, join_key, paper_rows, read_specs
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Entry:
 
     def setups(self) -> list[Entry]:
         """Return one entry with its runs for each setup."""
-        names, pick = self.place.names, self.place.pick
+        names, is_longest = self.place.names, self.place.is_longest
         present: dict[str, Any] = {"source": "rows", "variant": names} if names else self.place.cells
         if names == [BASE]:
             present = {"source": "rows", "kind": BASE}
         rows = filter_rows(self.results.complete, {"experiment": self.place.experiments, **present})
         runs = [to_rows(part) for _, part in rows.groupby("run", sort=False)]
         setups: dict[Any, dict[int | None, str]] = {}
-        for part in sorted(runs, key=lambda part: part[0].steps or 0) if pick else runs:
+        for part in sorted(runs, key=lambda part: part[0].steps or 0) if is_longest else runs:
             setup = tuple(dict.fromkeys((row.setup, row.variant_setup) for row in part))
             setups.setdefault(setup, {})[part[0].seed] = part[0].run
         entries = [replace(self, runs=tuple(seeds.values())) for seeds in setups.values()]
-        return entries[-1:] if pick else entries
+        return entries[-1:] if is_longest else entries
 
     def measurement(self, run: str, column: Column) -> Any:
         """Return the measurement in a column, of a task its main metric; None where it has no number."""
@@ -57,7 +57,7 @@ class Entry:
         """Return the measurements whose sparsity the row reports."""
         columns = [c for c in self.spec.columns if c.name.startswith(("ppl", "speedup")) and not c.origin]
         metric = self.place.cells.get("metric", "perplexity")
-        columns = columns or [Column(name="ppl", label="PPL", cells={"metric": metric})]
+        columns = columns or [Column("ppl", "PPL", {"metric": metric})]
         rows = [self.measurement(run, column) for column in columns]
         unique = {(row.source, row.name, row.variant, row.phase, row.groups): row for row in rows if row}
         return [row for row in unique.values() if row.kind != BASE] or list(unique.values())
@@ -160,8 +160,7 @@ def paper_tables(results: Results) -> Iterator[pd.DataFrame]:
     Columns: the key; paper_X, ours_X, ours_X_low, ours_X_high, ours_X_seeds for each column X; sparsity of the QK pairs
     [%]; variant, model, data, runs. `attrs["spec"]` holds the Spec. A row without runs is not measured.
     """
-    for make in TABLES:
-        spec = replace(make(), name=make.__name__)
+    for spec in read_specs():
         paper = {join_key(row, spec.key): row for row in paper_rows(spec.name)}
         rows = []
         for key in [*paper, *(key for key in spec.rows if key not in paper)]:
