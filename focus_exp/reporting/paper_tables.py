@@ -12,6 +12,7 @@ from focus_exp.reporting.format import format_percent
 from focus_exp.reporting.frame import BASE, FULL, aggregate_seeds, filter_rows, to_frame, to_rows
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.paper_specs import Column, Place, Spec, join_key, paper_rows, read_specs
+from focus_exp.reporting.tables import find_speedup
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,9 @@ class Entry:
         return timed[timed.tokens == timed.tokens.max()]
 
     def speed(self, run: str) -> Any:
-        """Return the speedup of one attention layer as in this run; 1 without a mask."""
-        behind = self.behind(run)
-        if not behind or behind[0].kind in (BASE, "trained"):
-            return behind[0]._replace(value=1.0, low=None, high=None) if behind else None
-        scored = behind[0]
-        cells: dict[str, Any] = {"source": "method_speed", "method": scored.method}
-        if scored.method == "focus":
-            top_k = scored.top_k or 1
-            cells = {"source": "speed", "groups": scored.num_groups, "top_k": top_k, "assignment": "balanced"}
-            cells |= {"pair_rule": scored.pair_rule} if top_k > 1 else {}
-        return next(iter(to_rows(filter_rows(self.timings(run), cells))), None)
+        """Return the measurement behind the row with the speedup of one layer of its routing as its value."""
+        scored = next(iter(self.behind(run)), None)
+        return scored and scored._replace(value=find_speedup(self.timings(run), scored), low=None, high=None)
 
     def row(self) -> dict[str, Any]:
         """Return the row of the table."""

@@ -20,6 +20,7 @@ from focus_exp.reporting.frame import (
     filter_rows,
     read_yaml,
     root_mean_square,
+    to_rows,
 )
 from focus_exp.reporting.load import Results
 from focus_exp.results.intervals import required_size, student
@@ -36,14 +37,6 @@ METHODS = {
     "MagicPIG": "magicpig", "best tokens (oracle)": "best_tokens", "LoRA, size-matched": "lora",
     "full fine-tuning": "full_finetuning",
 }  # fmt: skip
-# variant -> cells of its timings, where they do not have its name
-DUAL: dict[str, Any] = {"experiment": "frontier", "source": "method_speed", "method": "focus_dual"}
-TIMINGS: dict[str, dict[str, Any]] = {
-    "dual_20": {**DUAL, "num_groups": 32},
-    "dual_20_fast": {**DUAL, "num_groups": 32},
-    "dual_16_groups_fast": {**DUAL, "num_groups": 16},
-    "focus_k1": {"source": "speed", "groups": 4, "top_k": 1, "assignment": "balanced", "experiment": "speed"},
-}
 # curve of the frontier -> its variants, and hard routings of one
 FAMILIES: dict[str, list[str]] = {
     "Focus, two encoders": [f"dual_{n}" for n in (5, 10, 20, 30)],
@@ -85,16 +78,28 @@ def frontier(results: Results) -> pd.DataFrame:
 
 
 def methods(results: Results) -> pd.DataFrame:
-    """Return sparsity, ΔPPL by length, parameters and speed of each method, on the model with most points."""
+    """Return sparsity, ΔPPL by length, parameters and speed of each method, on the model with most points.
+
+    Speedups are of a layer at 32,768 tokens and of a prefill at 8,192, on a CPU.
+    """
     points = frontier(results)
     if points.empty:
         return points
     model = points.model.mode()[0]
     points = points[points.model == model]
     points = points[points["data"] == points["data"].mode()[0]]
-    timings = {"metric": "speedup", "source": ["method_speed", "speed"], "device_kind": "cpu", "model": model}
-    speeds = filter_rows(results.complete, timings)
-    return pd.DataFrame([row | _find_speedups(row, speeds) for row in _methods_by_length(points)])
+    cells = {"experiment": ["frontier", "speed"], "metric": "speedup", "device_kind": "cpu", "model": model}
+    rows = filter_rows(results.complete, cells)
+    timings = {
+        "speedup_layer": filter_rows(rows, {"clock": "attention", "tokens": 32_768}),
+        "speedup_prefill": filter_rows(rows, {"clock": "prefill", "tokens": 8_192}),
+    }
+    table = []
+    for method in _methods_by_length(points):
+        run = results.rows_by_run[method.pop("run")]
+        scored = to_rows(filter_rows(run, {"source": "rows", "variant": method["variant"]}))[0]
+        table.append(method | {name: find_speedup(timed, scored) for name, timed in timings.items()})
+    return pd.DataFrame(table)
 
 
 def models(results: Results) -> pd.DataFrame:
@@ -106,7 +111,7 @@ def models(results: Results) -> pd.DataFrame:
     rows = [
         {"model": model, "data": data} | row for (model, data), curves in setups for row in _methods_by_length(curves)
     ]
-    return pd.DataFrame(rows).drop(columns=["experiment", "trainable_params"], errors="ignore")
+    return pd.DataFrame(rows).drop(columns=["experiment", "trainable_params", "run"], errors="ignore")
 
 
 def _methods_by_length(points: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -120,20 +125,20 @@ def _methods_by_length(points: pd.DataFrame) -> Iterator[dict[str, Any]]:
         names = ("sparsity", "change", "low", "high", "seeds")
         changes = {f"{name}_{tokens}": at[name][tokens] for tokens in LENGTHS for name in names}
         row = {"method": label, "variant": variant, "experiment": first.experiment}
-        yield row | changes | {"trainable_params": first.trainable_params}
+        yield row | changes | {"trainable_params": first.trainable_params, "run": first.run}
 
 
-def _find_speedups(row: dict[str, Any], speeds: pd.DataFrame) -> dict[str, Any]:
-    """Return the speedup of a layer at 32,768 and of a prefill at 8,192 tokens (CPU); 1 where nothing is pruned."""
-    clocks = {
-        "speedup_layer": {"clock": "attention", "tokens": 32_768},
-        "speedup_prefill": {"clock": "prefill", "tokens": 8_192},
-    }
-    if not any(row[f"sparsity_{tokens}"] > 0 for tokens in LENGTHS):
-        return dict.fromkeys(clocks, 1.0)
-    cells = {"source": "method_speed", "method": row["variant"]}
-    timings = filter_rows(speeds, TIMINGS.get(row["variant"], cells))
-    return {name: next(iter(filter_rows(timings, clock).value[::-1]), None) for name, clock in clocks.items()}
+def find_speedup(timings: pd.DataFrame, row: Any) -> float | None:
+    """Return the last speedup of a row's routing, of Focus by its groups, else by name; 1 without a mask."""
+    if row.kind in (BASE, "trained"):
+        return 1.0
+    cells = {"source": "method_speed", "method": row.method}
+    if row.method == "focus_dual":
+        cells["num_groups"] = row.num_groups
+    elif row.method == "focus":
+        cells = {"source": "speed", "groups": row.num_groups, "top_k": row.top_k or 1, "assignment": "balanced"}
+        cells |= {"pair_rule": row.pair_rule} if cells["top_k"] > 1 else {}
+    return next(iter(filter_rows(timings, cells).value[::-1]), None)
 
 
 def speed(results: Results) -> pd.DataFrame:
