@@ -35,10 +35,13 @@ from focus_exp.results.setup import setup_key
 QUICK = "quick"
 QUALITY = ("perplexity", "nll", "nll_change")
 # settings of a measurement -> their columns, where these have other names
-SETTING_COLUMNS = {
-    "seq_len": "tokens", "lm_eval_metric": "task_metric", "task_version": "version", "primary_metric": "primary",
-    "deciding_metric": "deciding",
-}  # fmt: skip
+SETTING_COLUMNS = {"seq_len": "tokens", "lm_eval_metric": "task_metric", "task_version": "version"}
+SETTING_COLUMNS |= {f"{name}_metric": name for name in ("primary", "deciding")}
+# facts of a run: attributes of its record, and settings of its configuration by their column
+RECORDED = ("experiment", "status", "error", "started", "command", "config_hash", "seed", "device", "steps")
+CONFIGURED = {"requested_model": "model.name", "budget": "budget.name", "num_groups": "attention.groups"}
+CONFIGURED |= {"attention": "attention.method", "window": "attention.window", "seq_len": "eval.seq_len"}
+ASSET = ("requested", "used", "source", "fingerprint")  # of the model and of the text
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,37 +136,37 @@ def measured_rows(record: Record, facts: Mapping[str, Any]) -> list[Any]:
     template = Row(causal=True, **{name: facts[name] for name in VARIANT_FACTS})
     rows = [to_row(measurement, template) for measurement in record.measurements]
     router = template._replace(causal=facts["is_causal"], name=record.method.get("name"))
-    return [
-        *quality_rows(rows, record), *benchmark_rows(rows), *probe_rows(rows), *speed_rows(rows),
-        *group_rows(rows, router), *detail_rows(rows),
-    ]  # fmt: skip
+    quality, groups = quality_rows(rows, record), group_rows(rows, router)
+    return [*quality, *benchmark_rows(rows), *probe_rows(rows), *speed_rows(rows), *groups, *detail_rows(rows)]
 
 
 def describe_run(name: str, record: Record) -> dict[str, Any]:
     """Return the provenance of a run; times in seconds. variant: its name in a comparison, or ""."""
-    model, data, setting = record.model, record.data, record.setting
+    model, data = record.model, record.data
     key, variant = setup_key(record), record.config.get("variant") or ""
     is_local = model.get("source") == "local"  # named after its folder, which says nothing elsewhere
-    return {
-        "run": name, "experiment": record.experiment, "variant": variant, "is_variant": bool(variant),
-        "status": record.status, "error": record.error, "started": record.started,
-        "command": record.command, "commit": record.commit or "", "config_hash": record.config_hash,
+    parts = {f"{part}_{name}": facts.get(name) for part, facts in (("model", model), ("data", data)) for name in ASSET}
+    return parts | {
+        **{name: getattr(record, name) for name in RECORDED},
+        **{name: record.setting(*place.split(".")) for name, place in CONFIGURED.items()},
+        "run": name,
+        "variant": variant,
+        "is_variant": bool(variant),
+        "commit": record.commit or "",
         "setup": key if record.variants else f"{record.experiment}-{key}",
-        "seed": record.seed,
-        "budget": setting("budget", "name"), "requested_model": setting("model", "name"),
-        "model": (None if is_local else model.get("name")) or setting("model", "name"),
-        "data": data.get("name") or setting("data", "name"),
-        **{f"{part}_{key}": facts.get(key) for part, facts in (("model", model), ("data", data))
-           for key in ("requested", "used", "source", "fingerprint")},
-        "is_model_substituted": bool(model.get("substitution")), "is_data_substituted": bool(data.get("substitution")),
-        "model_params": model.get("parameters"), "device": record.device,
-        "device_kind": record.device.partition(",")[0], "attention": setting("attention", "method"),
-        "num_groups": setting("attention", "groups"), "window": setting("attention", "window"),
-        "seq_len": setting("eval", "seq_len"), "is_causal": record.method.get("causal", True),
-        "train_tokens": record.tokens_seen, "steps": record.steps, "architecture": name_architecture(record),
-        "lora_rank": (setting("recipe", "lora") or {}).get("rank"),
-        "seconds": record.wall_seconds, "warnings": "; ".join(record.warnings),
-    }  # fmt: skip
+        "model": (None if is_local else model.get("name")) or record.setting("model", "name"),
+        "data": data.get("name") or record.setting("data", "name"),
+        "is_model_substituted": bool(model.get("substitution")),
+        "is_data_substituted": bool(data.get("substitution")),
+        "model_params": model.get("parameters"),
+        "architecture": name_architecture(record),
+        "device_kind": record.device.partition(",")[0],
+        "is_causal": record.method.get("causal", True),
+        "train_tokens": record.tokens_seen,
+        "lora_rank": (record.setting("recipe", "lora") or {}).get("rank"),
+        "seconds": record.wall_seconds,
+        "warnings": "; ".join(record.warnings),
+    }
 
 
 def name_architecture(record: Record) -> str | None:
@@ -187,16 +190,15 @@ def to_row(m: Measurement, template: Any) -> Any:
     Args:
         template: has the facts of its run.
     """
-    value, low, high, density = (None if x is None or math.isnan(x) else x for x in (m.value, m.low, m.high, m.density))
+    numbers = {name: getattr(m, name) for name in ("value", "low", "high", "density")}
+    numbers = {name: None if x is None or math.isnan(x) else x for name, x in numbers.items()}
     settings = {SETTING_COLUMNS.get(key, key): cell for key, cell in m.settings.items()}
-    phase = settings.get("phase")
-    return template._replace(
-        **{name: settings[name] for name in SETTINGS if name in settings},
-        variant=m.variant, name=m.variant, subject=m.variant + (f", after {phase}" if phase else ""),
-        metric=m.metric, value=value, low=low, high=high, unit=m.unit, n=m.n, reference=m.reference or None,
-        density=density, sparsity=None if density is None else 1 - density,
-        case=str(m.settings) if "clock" in m.settings else None,
-    )  # fmt: skip
+    density, phase = numbers["density"], settings.get("phase")
+    cells: dict[str, Any] = numbers | {name: settings[name] for name in SETTINGS if name in settings}
+    cells.update(variant=m.variant, name=m.variant, subject=m.variant + (f", after {phase}" if phase else ""))
+    cells.update(metric=m.metric, unit=m.unit, n=m.n, reference=m.reference or None)
+    cells.update(sparsity=None if density is None else 1 - density)
+    return template._replace(**cells, case=str(m.settings) if "clock" in m.settings else None)
 
 
 def is_mask_active(row: Any) -> bool | None:
@@ -223,22 +225,17 @@ def quality_rows(rows: list[Any], record: Record) -> Iterator[Any]:
             continue
         other = subjects.get(row.subject, {})
         own_tokens = other.get("training_tokens")
-        scored = row._replace(
-            source="phases" if row.phase else "rows", variant=None,
-            mask_active=is_mask_active(row), distant_density=other.get("distant_density"),
-            largest_group=other.get("largest_group_fraction"), dof=None, n=None,
-            own_tokens=own_tokens, train_tokens=int(own_tokens) if own_tokens else row.train_tokens,
-            primary=row.variant == primary and not row.phase,
-            trainable_params=0 if row.kind == BASE else None if row.phase else parameters,
-        )  # fmt: skip
+        cells: dict[str, Any] = {"source": "phases" if row.phase else "rows", "variant": None, "dof": None, "n": None}
+        cells.update(primary=row.variant == primary and not row.phase, mask_active=is_mask_active(row))
+        cells.update(distant_density=other.get("distant_density"), largest_group=other.get("largest_group_fraction"))
+        cells.update(trainable_params=0 if row.kind == BASE else None if row.phase else parameters)
+        cells.update(own_tokens=own_tokens, train_tokens=int(own_tokens) if own_tokens else row.train_tokens)
         if row.metric == "nll_change":
-            scored = scored._replace(
-                level=other.get("perplexity"), reference=name_reference(row),
-                reference_level=None if other.get("nll") is None else exp(other.get("nll") - row.value),
-            )  # fmt: skip
+            base = None if other.get("nll") is None else exp(other["nll"] - row.value)
+            cells.update(reference=name_reference(row), level=other.get("perplexity"), reference_level=base)
             if row.low is not None:
-                scored = scored._replace(dof=row.dof, n_units=row.n, stderr=standard_error(row, row.dof))
-        yield scored
+                cells.update(dof=row.dof, n_units=row.n, stderr=standard_error(row, row.dof))
+        yield row._replace(**cells)
 
 
 def name_reference(row: Any) -> str:
@@ -256,20 +253,17 @@ def benchmark_rows(rows: list[Any]) -> Iterator[Any]:
     scores = {(row.variant, row.task, row.task_metric): row.value for row in scored if row.reference is None}
     for row in scored:
         score = scores.get((row.variant, row.task, row.task_metric))
-        cells: dict[str, Any] = {"metric": "score", "dof": None}
+        cells: dict[str, Any] = {"source": "benchmarks", "metric": "score", "name": None, "dof": None}
+        cells.update(subject=f"{row.variant} {row.task} {row.task_metric or ''}", mask_active=is_mask_active(row))
+        cells.update(distant_density=density.get((row.variant, row.task)))
         if row.reference is not None:
             dof = math.inf if row.dof is None and row.unit == "fraction" else row.dof  # of a fraction it is normal
             dof = dof if row.low is not None and (row.n or 0) > 1 else None
-            cells = {
-                "metric": "score_change", "reference": FULL, "dof": dof, "n_units": row.n, "level": score,
-                "stderr": standard_error(row, dof),
-            }  # fmt: skip
+            cells.update(metric="score_change", reference=FULL, level=score)
+            cells.update(dof=dof, n_units=row.n, stderr=standard_error(row, dof))
             if score is not None and row.value is not None:
                 cells["reference_level"] = score * exp(-row.value) if row.unit == "nats" else score - row.value
-        yield row._replace(
-            **cells, source="benchmarks", subject=f"{row.variant} {row.task} {row.task_metric or ''}", name=None,
-            mask_active=is_mask_active(row), distant_density=density.get((row.variant, row.task)),
-        )  # fmt: skip
+        yield row._replace(**cells)
 
 
 def probe_rows(rows: list[Any]) -> Iterator[Any]:
@@ -295,18 +289,13 @@ def speed_rows(rows: list[Any]) -> Iterator[Any]:
     for row in rows:
         sides.setdefault((row.case, row.metric, row.variant == "full"), row.value)
     for row in [row for row in rows if row.metric == "speedup"]:
-        for metric, side, factor in (("speedup", "latency_ms", 1e-3), ("peak_memory", "peak_memory_bytes", 1.0)):
-            ours, full = (sides.get((row.case, side, is_full)) for is_full in (False, True))
-            cells: dict[str, Any] = {
-                "source": "method_speed" if row.groups is None else "speed", "reference": FULL,
-                "variant": None, "name": None, "n": None, "layer": None,
-                "level": None if ours is None else factor * ours,
-                "reference_level": None if full is None else factor * full,
-            }  # fmt: skip
-            if metric == row.metric:
-                yield row._replace(**cells)
-            elif ours is not None and full is not None:
-                yield row._replace(**cells, metric=metric, unit="x", value=ours / full)
+        source = "method_speed" if row.groups is None else "speed"
+        speed = row._replace(source=source, reference=FULL, variant=None, name=None, n=None, layer=None)
+        ours, full = (sides.get((row.case, "latency_ms", is_full)) for is_full in (False, True))
+        yield speed._replace(level=ours and 1e-3 * ours, reference_level=full and 1e-3 * full)
+        ours, full = (sides.get((row.case, "peak_memory_bytes", is_full)) for is_full in (False, True))
+        if ours is not None and full is not None:
+            yield speed._replace(metric="peak_memory", unit="x", value=ours / full, level=ours, reference_level=full)
 
 
 def group_rows(rows: list[Any], router: Any) -> Iterator[Any]:
@@ -330,7 +319,6 @@ def group_rows(rows: list[Any], router: Any) -> Iterator[Any]:
         "group_confidence": confidence.mean(),
         "smallest_group": fractions.min().median(),
         "largest_group": fractions.max().median(),
-        "affinity": values["pair_affinity"].value.max() if "pair_affinity" in values else None,
     }
     for metric, value in medians.items():
         yield router._replace(source="groups", metric=metric, value=value, unit="fraction")
