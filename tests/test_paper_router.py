@@ -11,7 +11,7 @@ from builders import compose_config
 from focus_exp.reporting.claims import Claim, evaluate_claims, keeps
 from focus_exp.reporting.frame import BASE, Row, read_yaml, to_frame
 from focus_exp.reporting.load import Results, load_results
-from focus_exp.reporting.paper_specs import TABLES, join_key, paper_rows
+from focus_exp.reporting.paper_specs import join_key, paper_rows, read_specs
 from focus_exp.reporting.paper_tables import paper_tables
 from focus_exp.reporting.report import verdict_table
 from focus_exp.results.record import Record
@@ -101,9 +101,8 @@ def variants_at_the_papers_budget(experiment):
 
 
 def test_paper_tables_rows_are_run_at_the_papers_budget():
-    for make in TABLES:
-        spec = make()
-        for paper in paper_rows(make.__name__):
+    for spec in read_specs():
+        for paper in paper_rows(spec.name):
             for place in spec.places(join_key(paper, spec.key)):
                 run = set().union(*map(variants_at_the_papers_budget, place.experiments))
                 assert set(place.names) <= run | {BASE}, (spec.id, place.names)

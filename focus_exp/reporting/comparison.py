@@ -97,10 +97,11 @@ def pair_runs(levels: Mapping[str, Any], runs: Mapping[str, Record], name: str, 
     losses, run, against = runs[name].losses[TEXT], runs[name], runs[reference]
     change = losses.difference(run.primary_variant, against.losses[TEXT], against.primary_variant)
     low, high = change.bounds
-    return row._replace(
-        metric="nll_change", unit="nats", value=change.value, low=low, high=high, stderr=change.stderr,
-        dof=change.freedom, n_units=losses.unit_count, level=row.value, reference_level=other.value,
-        reference=reference, reference_causal=other.causal, reference_setup=other.variant_setup,
+    paired = row._replace(metric="nll_change", unit="nats", value=change.value, low=low, high=high)
+    paired = paired._replace(stderr=change.stderr, dof=change.freedom, n_units=losses.unit_count, level=row.value)
+    paired = paired._replace(reference=reference, reference_level=other.value, reference_causal=other.causal)
+    return paired._replace(
+        reference_setup=other.variant_setup,
         size_ratio=row.trainable_params / other.trainable_params if other.trainable_params else None,
         same_prefix=name.rpartition("_")[0] == reference.removesuffix("_full"),
-    )  # fmt: skip
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -52,9 +52,7 @@ def save_figures(figures: Mapping[str, Figure | None], folder: Path) -> None:
 
 def report_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure | None]:
     """Return the figures of the report by name."""
-    drawn: dict[str, Callable[[pd.DataFrame], Figure | None]] = {
-        "frontier": frontier, "paper_figure1": perplexity_and_speed, "speed": speed_by_length
-    }  # fmt: skip
+    drawn = {"frontier": frontier, "paper_figure1": perplexity_and_speed, "speed": speed_by_length}
     return {table.removeprefix("paper_"): draw(tables[table]) for table, draw in drawn.items() if table in tables}
 
 
@@ -146,21 +144,21 @@ def speed_by_length(table: pd.DataFrame) -> Figure | None:
     runs = [run for run, count in counts.items() if count > 2]
     if not runs:
         return None
-    figure, axes = make_figure("Speedup of one attention layer over full attention, balanced groups, top-1", 4.2,
-                               ncols=len(runs), sharey=True, squeeze=False)  # fmt: skip
+    title = "Speedup of one attention layer over full attention, balanced groups, top-1"
+    figure, axes = make_figure(title, 4.2, ncols=len(runs), sharey=True, squeeze=False)
+    printed = pd.DataFrame(paper_rows("table6_speed"))
     for ax, run in zip(axes.flat, runs, strict=True):
         rows = timed[timed.run == run]
+        paper = printed[printed.tokens.between(rows.tokens.min(), rows.tokens.max())]
         for groups, color in zip(sorted(rows.groups.dropna().unique()), COLORS, strict=False):
-            for clock, style, label in (("attention", "-", "with routing"), ("kernels", ":", "kernels only")):
-                curve = rows[(rows.groups == groups) & (rows.clock == clock)].sort_values("tokens")
-                ax.plot(curve.tokens, curve.value, style, color=color, marker="o", markersize=4,
-                        label=f"K = {groups}, {label}")  # fmt: skip
-            bound = rows[rows.groups == groups].drop_duplicates("tokens").sort_values("tokens")
+            of_groups = rows[rows.groups == groups].sort_values("tokens")
+            for clock, style, label in (("attention", "o-", "with routing"), ("kernels", "o:", "kernels only")):
+                curve, label = of_groups[of_groups.clock == clock], f"K = {groups}, {label}"
+                ax.plot(curve.tokens, curve.value, style, color=color, markersize=4, label=label)
+            bound = of_groups.drop_duplicates("tokens")
             ax.plot(bound.tokens, bound.bound, "--", color=color, linewidth=0.9, label=f"K = {groups}, bound")
-            paper = pd.DataFrame(paper_rows("table6_speed"))
-            paper = paper[paper.tokens.between(rows.tokens.min(), rows.tokens.max())]
-            ax.plot(paper.tokens, paper[f"speedup_K{groups}"], "s", color=color, markerfacecolor="none",
-                    label=f"K = {groups}, paper (H100)")  # fmt: skip
+            label = f"K = {groups}, paper (H100)"
+            ax.plot(paper.tokens, paper[f"speedup_K{groups}"], "s", color=color, fillstyle="none", label=label)
         ax.axhline(1, color="black", linewidth=1)
         ax.set(title=str(rows.device.iloc[0]), xlabel="tokens", yscale="log")
         ax.set_xscale("log", base=16)

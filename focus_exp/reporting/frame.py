@@ -132,12 +132,11 @@ def _combine(rows: list[Any]) -> Any:
     recompute = len(estimates) > 1 or (total.stderr is not None and first.unit != "fraction")
     low, high = total.bounds if recompute else (first.low, first.high)
     deviations = [row.stderr * row.n_units**0.5 for row in members if row.stderr is not None and row.n_units]
-    values: dict[str, Any] = {
-        "value": total.value if estimates else None, "low": low, "high": high, "stderr": total.stderr,
-        "dof": total.freedom, "seeds": tuple(row.seed for row in valued), "members": members,
-        "deviation": root_mean_square(deviations) if deviations else None,
-        "seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None,
-    }  # fmt: skip
+    values: dict[str, Any] = {"value": total.value if estimates else None, "low": low, "high": high}
+    values |= {"stderr": total.stderr, "dof": total.freedom, "members": members}
+    values |= {"seeds": tuple(row.seed for row in valued)}
+    values |= {"deviation": root_mean_square(deviations) if deviations else None}
+    values |= {"seed_deviation": seed_deviation(estimates) if len(estimates) > 1 else None}
     for name in ("density", "distant_density"):
         numbers = [getattr(row, name) for row in members if getattr(row, name) is not None]
         values[name] = fmean(numbers) if numbers else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -98,18 +97,15 @@ def list_pairs(rows: pd.DataFrame) -> pd.DataFrame:
     Those of the paper come first; it names no layer.
     """
     paper = [{"run": "paper", **row} for row in paper_rows("groups_section5_pairs")]
-    unique = {(*_place(row), row.query, row.key): row for row in to_rows(filter_rows(rows, {"source": "pairs"}))}
-    pairs = sorted(unique.values(), key=lambda row: (row.run, -row.value))
-    kept = [[*part][:SHOWN_PAIRS] for _, part in groupby(pairs, lambda row: row.run)]
-    ours = [
-        {
-            "run": row.run, "causal": row.is_causal, "layer": row.layer, "head": row.head, "word": row.key_word,
-            "position": row.key, "other_word": row.query_word, "other_position": row.query, "affinity": row.value,
-        }
-        for part in kept for row in part
-    ]  # fmt: skip
+    names = {"key_word": "word", "key": "position", "query_word": "other_word", "query": "other_position"}
+    names |= {"is_causal": "causal", "value": "affinity"}
+    pairs = filter_rows(rows, {"source": "pairs"})[[*PLACE, *names]].rename(columns=names)
+    pairs = pairs.drop_duplicates([*PLACE, "other_position", "position"], keep="last")
+    pairs = pairs.sort_values(["run", "affinity"], ascending=[True, False], kind="stable")
+    ours = pairs.groupby("run").head(SHOWN_PAIRS)
+    table = pd.concat([pd.DataFrame(paper), ours]) if len(ours) else ours
     columns = ["run", "causal", "layer", "head", "word", "position", "other_word", "other_position", "affinity"]
-    return pd.DataFrame([*paper, *ours] if ours else [], columns=columns)
+    return table[columns].infer_objects()
 
 
 def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -117,14 +113,13 @@ def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
     rows = pairs.to_dict("records")
     return pd.DataFrame(
         {
-            "of": ["paper" if row["run"] == "paper" else "paper's router" if row["causal"] is False else "ours"
-                   for row in rows],
+            "of": [*pairs.causal.map({True: "ours", False: "paper's router"}).fillna("paper")],
             "layer": [format_number(row["layer"], 0) for row in rows],
             "word": [_show_word(row["word"], row["position"]) for row in rows],
             "later word": [_show_word(row["other_word"], row["other_position"]) for row in rows],
             "affinity": [format_significant(row["affinity"]) for row in rows],
         }
-    )  # fmt: skip
+    )
 
 
 def _show_word(word: str, position: float) -> str:

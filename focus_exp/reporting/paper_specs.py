@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean, geometric_mean
@@ -83,7 +83,7 @@ class Place:
 
 
 Places = str | Place | Sequence[str | Place]  # a variant of the table's experiments, or a place
-Table = tuple[list[Column], dict[str, Places]]  # the places of each row by its key; of others the variant of that name
+Table = tuple[list[Column], Mapping[str, Places]]  # the places of each row by its key, else the variant of that name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Spec:
     key: list[str]
     experiments: list[str]
     columns: list[Column]
-    rows: dict[str, Places]
+    rows: Mapping[str, Places]
     needs: str = ""
     note: str = ""
     is_shown: bool = True
@@ -168,13 +168,14 @@ PPL_FULL = Column("ppl_full", "PPL full attention", {"metric": ["perplexity", "s
 HELLASWAG, ARC_EASY, PIQA = score("hellaswag", "HellaSwag"), score("arc_easy", "ARC-E"), score("piqa", "PIQA")
 LAMBADA = score("lambada", "LAMBADA", "lambada_openai")
 TASKS = [HELLASWAG, ARC_EASY, PIQA, LAMBADA]
-PAPER_SINKS = ["focus", "focus_paper", "focus_paper_sinks"]
+FOCUS: list[str | Place] = ["focus", "focus_paper", "focus_paper_sinks"]
 
 
 def table1_retrofit() -> Table:
     cells = {"source": "rows", "kind": "hard", "num_groups": 4, "primary": True, "causal": False}
     leak = Place(cells=cells, experiments=["leak"], is_longest=True)
-    rows = {"pretrained": BASE, "full_finetune": "full_finetuning", "focus": [*PAPER_SINKS, leak]}
+    focus = [*FOCUS, leak]
+    rows: dict[str, Places] = {"pretrained": BASE, "full_finetune": "full_finetuning", "focus": focus}
     return [PARAMETERS, PPL, PPL_CHANGE, *TASKS], rows
 
 
@@ -210,7 +211,11 @@ def table3_lora() -> Table:
         percent(f"{c.name}_delta", f"{c.label} [points]", metric="score_change", task=c.cells["task"])
         for c in (HELLASWAG, ARC_EASY, LAMBADA, PIQA)
     ]
-    rows = {"lora_r4": ["lora", lora(4)], "lora_r16": ["lora_r16", lora(16)], "focus_dg16": ["focus", "focus_paper"]}
+    rows: dict[str, Places] = {
+        "lora_r4": ["lora", lora(4)],
+        "lora_r16": ["lora_r16", lora(16)],
+        "focus_dg16": ["focus", "focus_paper"],
+    }
     return [PARAMETERS, PPL, *points], rows
 
 
@@ -304,7 +309,7 @@ def table9_ablation() -> Table:
 
 
 def table10_token_selection() -> Table:
-    rows = {"pretrained": BASE, "sparq_mean_reallocation": "sparq_mean", "focus": PAPER_SINKS}
+    rows = {"pretrained": BASE, "sparq_mean_reallocation": "sparq_mean", "focus": FOCUS}
     return [PPL, PPL_CHANGE, *TASKS], rows
 
 
@@ -327,7 +332,7 @@ def figure1() -> Table:
         cells = {"source": "rows", "kind": "hard", "num_groups": 4, "requested_model": "[!m]*", "top_k": k}
         return Place(cells={**cells, "pair_rule": [None, "query_topk"]}, experiments=["speed_quality"])
 
-    rows: dict[str, Places] = {"pretrained": BASE, "full_finetune": "full_finetuning", "focus": PAPER_SINKS[:2]}
+    rows: dict[str, Places] = {"pretrained": BASE, "full_finetune": "full_finetuning", "focus": FOCUS[:2]}
     rows |= {"local window": "window", "random groups": "random_groups", "sparq_mean_reallocation": "sparq_mean"}
     columns = [PPL, PPL_CHANGE, Column("speed", "speedup, one layer", timed=True)]
     return columns, rows | {f"focus, k = {k}": top_k(k) for k in (2, 3, 4)}

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from focus_exp.errors import UserError
-from focus_exp.reporting import tables
+from focus_exp.reporting import groups, tables
 from focus_exp.reporting.claims import DIFFERENT_ROUTER, VERDICTS, evaluate_claims
 from focus_exp.reporting.figures import describe_timing, report_figures, save_figures, untimed_methods
 from focus_exp.reporting.format import (
@@ -24,15 +24,6 @@ from focus_exp.reporting.format import (
     to_markdown,
 )
 from focus_exp.reporting.frame import FULL, read_yaml
-from focus_exp.reporting.groups import (
-    closest_layer,
-    describe_groups,
-    draw_passages,
-    groups_table,
-    latest_analyses,
-    list_pairs,
-    pairs_table,
-)
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.pages import fill
 from focus_exp.reporting.paper_specs import Column, Spec, paper_rows
@@ -55,8 +46,12 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
     claims = evaluate_claims(results)
     paper = {f"paper_{table.attrs['spec'].name}": table for table in paper_tables(results)}
     own = {name: make(results) for name, make in tables.OWN_TABLES.items()}
-    analyses = latest_analyses(results)
-    own |= {"groups": describe_groups(analyses), "pairs": list_pairs(analyses), "power": tables.power(claims)}
+    analyses = groups.latest_analyses(results)
+    own |= {
+        "groups": groups.describe_groups(analyses),
+        "pairs": groups.list_pairs(analyses),
+        "power": tables.power(claims),
+    }
     content = {"claims": claims, "verdicts": verdict_table(claims), **paper, **own}
     return {name: table for name, table in content.items() if not table.empty}
 
@@ -66,7 +61,7 @@ def write_report(results: Results, content: dict[str, pd.DataFrame], folder: Pat
     for name, text in report_files(results, content).items():
         replace_file(folder / name, text.encode())
     save_figures(report_figures(content), folder / "figures")
-    for name, drawing in draw_passages(latest_analyses(results)).items():
+    for name, drawing in groups.draw_passages(groups.latest_analyses(results)).items():
         replace_file(folder / "figures" / f"{name}.svg", drawing.encode())
 
 
@@ -116,7 +111,7 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     for name, table in content.items():
         if "spec" in table.attrs and table.attrs["spec"].is_shown:
             parts += render_section(name, table)
-    parts += render_groups(content, draw_passages(latest_analyses(results)))
+    parts += render_groups(content, groups.draw_passages(groups.latest_analyses(results)))
     figures = ("![Perplexity change and speedup](figures/figure1.svg)", "![Speedup by length](figures/speed.svg)")
     parts += ["### Figure 1: Perplexity and speed", " ".join(figures)]
     if "paper_figure1" in content:
@@ -261,20 +256,20 @@ def render_section(name: str, table: pd.DataFrame) -> list[str]:
 def render_groups(content: dict[str, pd.DataFrame], passages: Iterable[str]) -> list[str]:
     """Return the groups of the layer that goes best with word classes, pairs and passages, for each router."""
     parts = []
-    for run, groups in content.get("groups", pd.DataFrame({"run": []})).groupby("run", sort=False):
-        layer = closest_layer(groups)
+    for run, described in content.get("groups", pd.DataFrame({"run": []})).groupby("run", sort=False):
+        layer = groups.closest_layer(described)
         first, router = layer.iloc[0], "causal router of this project" if layer.causal.iloc[0] else "paper's router"
         where = f"layer {first.layer}" + ("" if pd.isna(first["head"]) else f", head {first['head']}")
         parts += [
             f"Groups of the {router} at {where}, the one that goes best with the word classes (all: "
             f"[groups.csv](groups.csv); run `{run}`, {first.model}, {first.data}). A group is named by its most "
             "frequent class; its tokens are those that it has most above what its size lets expect.",
-            to_markdown(groups_table(layer)).strip(),
+            to_markdown(groups.groups_table(layer)).strip(),
         ]
     if "pairs" in content:
         parts += [
             "Distant pairs of one group with the highest affinity, of the run's own passage ([CSV](pairs.csv)):",
-            to_markdown(pairs_table(content["pairs"])).strip(),
+            to_markdown(groups.pairs_table(content["pairs"])).strip(),
         ]
     return [*parts, *(f"![A passage, coloured by group](figures/{name}.svg)" for name in passages)]
 

@@ -60,12 +60,10 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     run = results.runs.iloc[-1]
     own = results.rows[results.rows.own_tokens.notna()]
     tokens = {name: f"{name} {count}" for name, count in zip(own["name"], own.train_tokens, strict=True)}
-    facts = {
-        "model": run.model, "data": run.data, "device": run.device, "seed": run.seed, "steps": run.steps,
-        "training tokens": ", ".join([str(run.train_tokens), *tokens.values()]),
-        "commit": run.commit, "config": run.config_hash,
-        "status": run.status if pd.isna(run.error) else f"{run.status}, {run.error}",
-    }  # fmt: skip
+    facts = {name: run[name] for name in ("model", "data", "device", "seed", "steps")}
+    facts |= {"training tokens": ", ".join([str(run.train_tokens), *tokens.values()])}
+    facts |= {"commit": run.commit, "config": run.config_hash}
+    facts |= {"status": run.status if pd.isna(run.error) else f"{run.status}, {run.error}"}
     parts = [f"# {make_title(results)}"]
     substituted = [part for part in ("model", "data") if run[f"is_{part}_substituted"]]
     if substituted:
@@ -218,9 +216,8 @@ def render_card(results: Results, config: dict[str, Any], tables: dict[str, pd.D
     run = results.runs.iloc[-1]
     hub_id = run.model_requested if run.model_source in ("hub", "hub_cache") else None
     template = Template((files("focus_exp.reporting") / "card.md").read_text(encoding="utf-8"))
-    return template.substitute(
-        base_model=f"base_model: {hub_id}\n" if hub_id else "", title=make_title(results),
-        causality="" if run.is_causal else " It is non-causal.", base=hub_id or "<base model>", model=run.model,
-        data=run.data, attention=json.dumps(config.get("attention", {}), default=str),
-        table=to_markdown(next(iter(tables.values()))) if tables else "",
-    )  # fmt: skip
+    words = {"title": make_title(results), "model": run.model, "data": run.data, "base": hub_id or "<base model>"}
+    words |= {"base_model": f"base_model: {hub_id}\n" if hub_id else ""}
+    words |= {"causality": "" if run.is_causal else " It is non-causal."}
+    words |= {"attention": json.dumps(config.get("attention", {}), default=str)}
+    return template.substitute(words, table=to_markdown(next(iter(tables.values()))) if tables else "")

@@ -27,25 +27,34 @@ from focus_exp.results.intervals import required_size, student
 
 LONG_TEXT = "perplexity@"  # benchmark: perplexity at a sequence length
 LENGTHS = (1024, 4096, 8192)
+DENSITIES = (5, 10, 20, 30)  # of the curves [%]
 # label -> variant of the experiment `frontier`, then of `compare`
 METHODS = {
-    "Focus, two encoders": "dual_20", "Focus, two encoders, short fit": "dual_20_fast",
-    "Focus, two encoders, 16 groups": "dual_16_groups_fast", "Focus, top-1": "focus_k1",
-    "local window, 512": "window_512", "local window, 1,024": "window_1024", "random groups": "random_groups",
-    "token indexer": "token_indexer", "block means (MoBA)": "block_means_20",
-    "block gate (SeerAttention)": "block_gate_20", "key gate": "key_gate_20", "SparQ": "sparq",
-    "MagicPIG": "magicpig", "best tokens (oracle)": "best_tokens", "LoRA, size-matched": "lora",
+    "Focus, two encoders": "dual_20",
+    "Focus, two encoders, short fit": "dual_20_fast",
+    "Focus, two encoders, 16 groups": "dual_16_groups_fast",
+    "Focus, top-1": "focus_k1",
+    "local window, 512": "window_512",
+    "local window, 1,024": "window_1024",
+    "random groups": "random_groups",
+    "token indexer": "token_indexer",
+    "block means (MoBA)": "block_means_20",
+    "block gate (SeerAttention)": "block_gate_20",
+    "key gate": "key_gate_20",
+    "SparQ": "sparq",
+    "MagicPIG": "magicpig",
+    "best tokens (oracle)": "best_tokens",
+    "LoRA, size-matched": "lora",
     "full fine-tuning": "full_finetuning",
-}  # fmt: skip
+}
 # curve of the frontier -> its variants, and hard routings of one
-FAMILIES: dict[str, list[str]] = {
-    "Focus, two encoders": [f"dual_{n}" for n in (5, 10, 20, 30)],
-    "Focus, two encoders, short fit": [f"dual_{n}_fast" for n in (5, 10, 20, 30)],
-    "Focus": ["focus_k1", "k_2", "k_3"], "local window": ["window", "window_512", "window_1024"],
-    "random groups": ["random_groups"], "SparQ": ["sparq", "sparq_dense"],
-    **{name.replace("_", " "): [f"{name}_{n}" for n in (5, 10, 20, 30)]
-       for name in ("block_means", "block_gate", "key_gate")},
-}  # fmt: skip
+FAMILIES = {"Focus": ["focus_k1", "k_2", "k_3"], "local window": ["window", "window_512", "window_1024"]}
+FAMILIES |= {"random groups": ["random_groups"], "SparQ": ["sparq", "sparq_dense"]}
+FAMILIES |= {
+    name.replace("_", " "): [f"{name}_{n}" for n in DENSITIES] for name in ("block_means", "block_gate", "key_gate")
+}
+FAMILIES |= {"Focus, two encoders": [f"dual_{n}" for n in DENSITIES]}
+FAMILIES |= {"Focus, two encoders, short fit": [f"dual_{n}_fast" for n in DENSITIES]}
 
 
 def frontier(results: Results) -> pd.DataFrame:
@@ -62,11 +71,9 @@ def frontier(results: Results) -> pd.DataFrame:
         repeated = row.task and tokens == row.seq_len and row.experiment == "long_context"  # scored as rows as well
         if row.sparsity is None or repeated:
             continue
-        point = {
-            "tokens": tokens, "method": family or row.method, "seeds": len(row.seeds),
-            "change": to_percent(row.value), "low": to_percent(row.low), "high": to_percent(row.high),
-            "trainable_params": row.trainable_params if row.train_tokens else 0, "run": row.members[0].run,
-        }  # fmt: skip
+        point: dict[str, Any] = {"tokens": tokens, "method": family or row.method, "run": row.members[0].run}
+        point |= {"seeds": len(row.seeds), "trainable_params": row.trainable_params if row.train_tokens else 0}
+        point |= _percent_changes(row)
         rows.append(row._asdict() | point)
     columns = [
         *("model", "data", "experiment", "variant", "tokens", "method", "density", "sparsity", "distant_density"),
@@ -187,6 +194,10 @@ def differences(results: Results) -> pd.DataFrame:
     return pd.DataFrame([_difference(row) for row in aggregate_seeds(rows)])
 
 
+def _percent_changes(row: Any) -> dict[str, float | None]:
+    return {"change": to_percent(row.value), "low": to_percent(row.low), "high": to_percent(row.high)}
+
+
 def _difference(row: Any) -> dict[str, Any]:
     text = [member.stderr * student(member.dof) for member in row.members if member.stderr is not None]
     seeds, spread = len(row.seeds), row.seed_deviation
@@ -207,9 +218,7 @@ def _difference(row: Any) -> dict[str, Any]:
         "nll_change": row.value,
         "nll_change_low": row.low,
         "nll_change_high": row.high,
-        "change": to_percent(row.value),
-        "low": to_percent(row.low),
-        "high": to_percent(row.high),
+        **_percent_changes(row),
         "units": row.n_units,
         "unit_deviation": row.deviation,
         "seed_deviation": spread,
@@ -262,17 +271,15 @@ def recall(results: Results) -> pd.DataFrame:
     Columns: score, base: per cent; change, low, high: points; units: documents of the suite, else items.
     """
     cells = {"experiment": "recall", "source": "benchmarks", "metric": "score_change", "unit": "fraction"}
-    rows = aggregate_seeds(filter_rows(results.complete, cells))
-    return pd.DataFrame(
-        {
-            "model": row.model, "data": row.data, "task": row.task, "metric": row.task_metric, "variant": row.variant,
-            "sparsity": row.sparsity, "score": 100 * fmean(member.level for member in row.members),
-            "base": 100 * fmean(member.reference_level for member in row.members),
-            "change": 100 * row.value, "low": 100 * row.low, "high": 100 * row.high, "units": row.n_units,
-            "seeds": len(row.seeds), "run": row.members[0].run,
-        }
-        for row in rows
-    )  # fmt: skip
+    rows = []
+    for row in aggregate_seeds(filter_rows(results.complete, cells)):
+        facts = {"metric": row.task_metric, "units": row.n_units, "seeds": len(row.seeds), "run": row.members[0].run}
+        facts |= {"change": 100 * row.value, "low": 100 * row.low, "high": 100 * row.high}
+        facts |= {"score": 100 * fmean(member.level for member in row.members)}
+        facts |= {"base": 100 * fmean(member.reference_level for member in row.members)}
+        rows.append(row._asdict() | facts)
+    columns = ["model", "data", "task", "metric", "variant", "sparsity", "score", "base", "change", "low", "high"]
+    return pd.DataFrame(rows, columns=[*columns, "units", "seeds", "run"])
 
 
 def power(claims: pd.DataFrame) -> pd.DataFrame:
@@ -320,6 +327,6 @@ def runs(results: Results) -> pd.DataFrame:
 
 
 OWN_TABLES: dict[str, Callable[[Results], pd.DataFrame]] = {
-    "methods": methods, "models": models, "frontier": frontier, "speed": speed, "differences": differences,
-    "transfer": transfer, "gpu": gpu, "generation": generation, "recall": recall, "pitfalls": pitfalls, "runs": runs,
-}  # fmt: skip
+    make.__name__: make
+    for make in (methods, models, frontier, speed, differences, transfer, gpu, generation, recall, pitfalls, runs)
+}

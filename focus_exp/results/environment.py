@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "focus_exp", "torch", "transformers", "lightning", "pytorch_lightning", "hydra-core", "omegaconf", "datasets",
-    "tokenizers", "numpy", "wandb", "lm_eval", "peft", "flash-attn",
-)  # fmt: skip
+    *("focus_exp", "torch", "transformers", "lightning", "pytorch_lightning", "hydra-core", "omegaconf", "datasets"),
+    *("tokenizers", "numpy", "wandb", "lm_eval", "peft", "flash-attn"),
+)
 
 CODE = (":/focus_exp", ":/conf")  # what decides the numbers of a run
 

@@ -121,10 +121,8 @@ class Record:
     def find(self, metric: str, variant: str, reference: str = "") -> float | None:
         """Return the value of a measurement after the last phase, None if there is none."""
         cells = (metric, variant, reference)
-        return next(
-            (m.value for m in self.measurements
-             if (m.metric, m.variant, m.reference) == cells and not m.settings.get("phase")), None
-        )  # fmt: skip
+        final = (m for m in self.measurements if not m.settings.get("phase"))
+        return next((m.value for m in final if (m.metric, m.variant, m.reference) == cells), None)
 
     def setting(self, section: str, key: str, default: Any = None) -> Any:
         """Return a value of the resolved config."""
