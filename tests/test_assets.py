@@ -112,7 +112,7 @@ def test_load_model_unknown_hub_model_raises(monkeypatch, tmp_path):
     monkeypatch.setattr("focus_exp.models.load.hub_reachable", lambda: True)
     not_found = Mock(side_effect=OSError("Repository Not Found\nlong explanation"))
     monkeypatch.setattr("focus_exp.models.load.model_info", not_found)
-    with pytest.raises(UserError, match=r"owner/absent: Repository Not Found\nCheck model.hub_id"):
+    with pytest.raises(UserError, match=r"owner/absent.*Repository Not Found.*Check model.hub_id"):
         load(ModelConfig(name="x", hub_id="owner/absent"), tmp_path)
 
 
