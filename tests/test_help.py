@@ -50,8 +50,9 @@ def test_conf_base_file_holds_the_schema_defaults(group, path, schema):
     values = OmegaConf.load(path)
     del values["defaults"]
     for item in fields(schema):
-        if not OmegaConf.is_missing(values, item.name) and not is_dataclass(item.default_factory):
-            default = OmegaConf.structured(schema)[item.name]
+        default = None if is_dataclass(item.default_factory) else OmegaConf.structured(schema)[item.name]
+        is_group = default is None and OmegaConf.is_dict(values._get_node(item.name))
+        if not (is_group or OmegaConf.is_missing(values, item.name)):
             assert values[item.name] == default
 
 
