@@ -50,9 +50,10 @@ def test_conf_base_file_holds_the_schema_defaults(group, path, schema):
     values = OmegaConf.load(path)
     del values["defaults"]
     for item in fields(schema):
-        default = None if is_dataclass(item.default_factory) else OmegaConf.structured(schema)[item.name]
-        is_group = default is None and OmegaConf.is_dict(values._get_node(item.name))
-        if not (is_group or OmegaConf.is_missing(values, item.name)):
+        if OmegaConf.is_missing(values, item.name) or is_dataclass(item.default_factory):
+            continue
+        default = OmegaConf.structured(schema)[item.name]
+        if default is not None or not OmegaConf.is_dict(values[item.name]):  # a dict: of a group that may be null
             assert values[item.name] == default
 
 
