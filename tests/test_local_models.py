@@ -15,7 +15,6 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
-from focus_exp.models import gguf as gguf_module
 from focus_exp.models import load as load_module
 from focus_exp.models.files import find_local_model
 from focus_exp.models.gguf import choose_file
@@ -52,16 +51,17 @@ def test_load_model_gguf_equals_its_source(tmp_path):
     assert loaded.provenance.source == "local" and len(loaded.provenance.revision) == 12
 
 
-def test_load_model_gguf_is_converted_once_and_again_when_changed(tmp_path, monkeypatch):
-    calls, convert = [], gguf_module.convert
-    monkeypatch.setattr(gguf_module, "convert", lambda *args: (calls.append(args), convert(*args)))
-    file = write_gguf(plain_qwen2(), tmp_path / "mine.gguf")
-    for count in (1, 1):
+def test_load_model_gguf_is_converted_once_and_again_when_changed(tmp_path):
+    def conversions() -> dict[Path, int]:
         load(file, tmp_path / "cache")
-        assert len(calls) == count
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "models").iterdir()}
+
+    file = write_gguf(plain_qwen2(), tmp_path / "mine.gguf")
+    first = conversions()
+    assert len(first) == 1 and conversions() == first
     write_gguf(plain_qwen2(), file, "Q8_0")
-    load(file, tmp_path / "cache")
-    assert len(calls) == 2 and len(list((tmp_path / "cache" / "models").iterdir())) == 2
+    both = conversions()
+    assert len(both) == 2 and first.items() <= both.items()
 
 
 def test_run_gguf_is_trained_and_recorded(tmp_path):
