@@ -7,9 +7,8 @@ import logging
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytorch_lightning as pl
@@ -28,7 +27,7 @@ from focus_exp.errors import STOP_SIGNALS, Interrupted
 from focus_exp.models.methods import find_routers, observe_selections, temporary_attributes
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
-from focus_exp.results.metrics import read_metrics, write_metrics
+from focus_exp.results.metrics import METRICS, read_metrics, write_metrics
 from focus_exp.training.distributed import all_gather_object, broadcast_object, is_main
 from focus_exp.training.precision import Precision
 
@@ -55,29 +54,24 @@ class PhaseBar(callbacks.ProgressBar):
         self.bar.close()
 
 
-class StepLog:
-    """Lines of a JSONL file by phase and step; loggers, which draw one curve per run, get steps of the run.
+def truncate_lines(path: Path, trainer: pl.Trainer, step: int) -> None:
+    """Drop the phase's lines of a JSONL file after `step`, which a resumed phase writes again."""
+    phase = trainer.lightning_module.name
+    write_metrics(path, [line for line in read_metrics(path) if line["phase"] != phase or line["step"] <= step])
 
-    Args:
-        first_step: optimizer steps of earlier phases.
+
+def write_line(path: Path, trainer: pl.Trainer, values: dict[str, Any], **of_run: Any) -> None:
+    """Append a line by phase and step to a JSONL file; loggers get steps of the run, and `of_run` in place of values.
+
+    Lightning's `log` would keep the values of the last of `log_every` steps, and no step of a phase.
     """
-
-    def __init__(self, path: Path, phase: str, first_step: int) -> None:
-        self.path, self.phase, self.first_step = path, phase, first_step
-
-    def truncate(self, step: int) -> None:
-        """Drop this phase's lines after `step`, which a resumed phase writes again."""
-        lines = read_metrics(self.path)
-        write_metrics(self.path, [x for x in lines if x["phase"] != self.phase or x["step"] <= step])
-
-    def write(self, trainer: pl.Trainer, values: dict[str, Any], prefix: str, **of_run: Any) -> None:
-        """Append a line; `of_run` replaces values for loggers."""
-        step = trainer.global_step
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"phase": self.phase, "step": step, **values}) + "\n")
-        shown = {f"{prefix}/{name}": value for name, value in (values | of_run).items() if value is not None}
-        for logger in trainer.loggers:
-            logger.log_metrics(shown, self.first_step + step)
+    step, task = trainer.global_step, cast(Any, trainer.lightning_module)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"phase": task.name, "step": step, **values}) + "\n")
+    prefix = "train" if path.name == METRICS else "probe"
+    shown = {f"{prefix}/{name}": value for name, value in (values | of_run).items() if value is not None}
+    for logger in trainer.loggers:
+        logger.log_metrics(shown, task.first_step + step)
 
 
 class Metrics(Callback):
@@ -86,8 +80,8 @@ class Metrics(Callback):
     Everything but `seconds` and `tokens_per_second` is a function of config and seed.
     """
 
-    def __init__(self, lines: StepLog, log_every: int, tokens_per_step: int) -> None:
-        self.lines, self.log_every, self.tokens_per_step = lines, log_every, tokens_per_step
+    def __init__(self, path: Path, log_every: int, tokens_per_step: int) -> None:
+        self.path, self.log_every, self.tokens_per_step = path, log_every, tokens_per_step
         self.losses: list[float] = []  # since the last line, which may be older than the checkpoint
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +91,7 @@ class Metrics(Callback):
         self.losses = state_dict["losses"]
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.lines.truncate(trainer.global_step)
+        truncate_lines(self.path, trainer, trainer.global_step)
         self.began = self.last = time.perf_counter()
         self.last_step = trainer.global_step
 
@@ -112,8 +106,8 @@ class Metrics(Callback):
             "tokens_per_second": (step - self.last_step) * self.tokens_per_step / (now - self.last),
             "seconds": now - self.began,
         }
-        run_tokens = (self.lines.first_step + step) * self.tokens_per_step
-        self.lines.write(trainer, values, "train", phase=self.lines.phase, tokens=run_tokens)
+        run_tokens = (module.first_step + step) * self.tokens_per_step
+        write_line(self.path, trainer, values, phase=module.name, tokens=run_tokens)
         self.losses, self.last, self.last_step = [], now, step
 
 
@@ -236,10 +230,8 @@ class Probe(Callback):
     confidence: mean maximum of the tokens' assignments.
     """
 
-    def __init__(
-        self, lines: StepLog, every: int, model: PreTrainedModel, tokens: Tensor, precision: Precision
-    ) -> None:
-        self.lines, self.every = lines, every
+    def __init__(self, path: Path, every: int, model: PreTrainedModel, tokens: Tensor, precision: Precision) -> None:
+        self.path, self.every = path, every
         self.model, self.tokens, self.precision = model, tokens, precision
         self.groups: Tensor | None = None  # (layers, N) at the last probe
 
@@ -251,7 +243,7 @@ class Probe(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if is_main():
-            self.lines.truncate(trainer.global_step if self.groups is not None else -1)
+            truncate_lines(self.path, trainer, trainer.global_step if self.groups is not None else -1)
         if self.groups is None:
             self.probe(trainer)
 
@@ -266,7 +258,7 @@ class Probe(Callback):
         statistics = router_statistics(assignments, groups, self.groups)
         self.groups = groups
         if is_main():
-            self.lines.write(trainer, statistics, "probe")
+            write_line(self.path, trainer, statistics)
 
 
 def probe_tokens(blocks: SequenceDataset) -> Tensor:
@@ -283,23 +275,21 @@ def route_tokens(model: PreTrainedModel, tokens: Tensor, precision: Precision) -
     Gates are soft or hard as in training. The model's state does not change.
     """
     assignments: dict[int, Tensor] = {}
+    routers = list(find_routers(model).values())
+    is_hard = any(router.train_with == "hard" for router in routers)
 
     def observe(layer: int, method: AttentionMethod, selection: Selection, sequence: Sequence) -> None:
         assert selection.assignment is not None
         assignments[layer] = selection.assignment.flatten(0, -2).cpu()
 
-    with eval_mode(model), observe_selections(model, observe), precision.context():
+    with (
+        temporary_attributes(model.modules(), training=False),
+        temporary_attributes(routers, hard=is_hard),
+        observe_selections(model, observe),
+        precision.context(),
+    ):
         model(input_ids=tokens.to(model.device), use_cache=False, logits_to_keep=1)
     return [assignments[layer] for layer in sorted(assignments)]
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules in eval mode, with gates as hard as `train_with` has them."""
-    routers = list(find_routers(model).values())
-    is_hard = any(router.train_with == "hard" for router in routers)
-    with temporary_attributes(model.modules(), training=False), temporary_attributes(routers, hard=is_hard):
-        yield
 
 
 def router_statistics(assignments: list[Tensor], groups: Tensor, previous: Tensor | None) -> dict[str, float | None]:

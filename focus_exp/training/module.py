@@ -45,18 +45,26 @@ class LanguageModelTask(pl.LightningModule):
 
     Args:
         batch_size: sequences of a forward pass.
+        first_step: optimizer steps of earlier phases.
     """
 
     model: PreTrainedModel
 
     def __init__(
-        self, model: PreTrainedModel, phase: PhaseConfig, name: str, batch_size: int = 1, gradient_clip: float = 1.0
+        self,
+        model: PreTrainedModel,
+        phase: PhaseConfig,
+        name: str,
+        batch_size: int = 1,
+        gradient_clip: float = 1.0,
+        first_step: int = 0,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         # not a submodule: Lightning would move a base that is sharded or quantized
         object.__setattr__(self, "model", model)
-        self.phase, self.name, self.batch_size, self.gradient_clip = phase, name, batch_size, gradient_clip
+        self.phase, self.name, self.first_step = phase, name, first_step
+        self.batch_size, self.gradient_clip = batch_size, gradient_clip
         self.trainable_names = freeze(model, phase.trainable)
         if not self.trainable_names:
             raise UserError(f"recipe.phases.{name}.trainable={phase.trainable}: the model has no such parameters.")

@@ -33,7 +33,6 @@ from focus_exp.training.callbacks import (
     Metrics,
     PhaseBar,
     Probe,
-    StepLog,
 )
 from focus_exp.training.checkpoints import CheckpointIO, checkpoint_path, minutes_between, read_checkpoint
 from focus_exp.training.distributed import broadcast_object, is_main, rank, world_size
@@ -71,7 +70,7 @@ def train_phases(
             continue
         seed, path = config.seed + index, checkpoint_path(folder / CHECKPOINTS, name)
         pl.seed_everything((seed + 1_000_003 * rank()) % (MAX_SEED + 1), verbose=False)
-        task = LanguageModelTask(model, phase, name, settings.batch_size, settings.gradient_clip)
+        task = LanguageModelTask(model, phase, name, settings.batch_size, settings.gradient_clip, done)
         is_resumed = broadcast_object(path.exists())
         steps = range(read_checkpoint(path, mmap=True)["global_step"] if is_resumed else 0, phase.steps)
         processes = {"accumulate": settings.accumulate, "rank": rank(), "world_size": world_size()}
@@ -83,7 +82,7 @@ def train_phases(
             max_steps=phase.steps,
             max_epochs=-1,
             logger=loggers or False,
-            callbacks=make_callbacks(task, config, precision, folder, probed, first_step=done),
+            callbacks=make_callbacks(task, config, precision, folder, probed),
             plugins=[LightningEnvironment(), CheckpointIO()],
             enable_progress_bar=settings.progress,
             enable_checkpointing=False,
@@ -106,23 +105,24 @@ def tokens_per_step(config: Config) -> int:
 
 
 def make_callbacks(
-    task: LanguageModelTask, config: Config, precision: Precision, folder: Path, probed: Tensor | None, first_step: int
+    task: LanguageModelTask, config: Config, precision: Precision, folder: Path, probed: Tensor | None
 ) -> list[pl.Callback]:
-    """Return the callbacks of a phase in the order in which they see a step; earlier phases took `first_step`."""
-    settings, model, name, steps = config.trainer, task.model, task.name, task.phase.steps
+    """Return the callbacks of a phase in the order in which they see a step."""
+    settings, model, steps = config.trainer, task.model, task.phase.steps
     every = max(1, steps // PROBES_PER_PHASE) if settings.probe_every is None else settings.probe_every
     callbacks: list[pl.Callback] = [PhaseBar()] if settings.progress else []
     if is_main():
-        callbacks += [Metrics(StepLog(folder / METRICS, name, first_step), settings.log_every, tokens_per_step(config))]
+        callbacks += [Metrics(folder / METRICS, settings.log_every, tokens_per_step(config))]
     router = config.recipe.router
     if router and config.focus.centroid_update != "gradient":
         callbacks += [CentroidUpdates(model, config.focus.centroid_update, router)]
     if router and router.gate_steepness_start is not None:
         callbacks += [GateAnnealing(model, router.gate_steepness_start, config.focus.gate_steepness)]
     if probed is not None and every and find_routers(model):
-        callbacks += [Probe(StepLog(folder / PROBES, name, first_step), every, model, probed, precision)]
+        callbacks += [Probe(folder / PROBES, every, model, probed, precision)]
+    path = checkpoint_path(folder / CHECKPOINTS, task.name)
     minutes = minutes_between(settings.checkpoint_minutes, sum(p.numel() for p in task.trainable_parameters()))
-    return [*callbacks, Checkpoint(checkpoint_path(folder / CHECKPOINTS, name), settings.checkpoint_every, minutes)]
+    return [*callbacks, Checkpoint(path, settings.checkpoint_every, minutes)]
 
 
 @contextmanager
