@@ -238,7 +238,7 @@ def check_flash(config: Config) -> Iterator[str]:
 def check_top_k(config: Config) -> Iterator[str]:
     dual, top_k = config.dual, config.generate.top_k
     groups = dual.groups if dual else config.focus.groups if config.has_router else 0
-    if top_k and dual and dual.has_budget:
+    if top_k and hasattr(config.attention, "top_k") and "top_k" not in config.attention.routing:
         yield f"generate.top_k must be empty with attention.density or attention.groups_per_layer (got {top_k})."
     if config.has_router and config.eval.top_k and not any(1 <= k <= groups for k in config.eval.top_k):
         yield f"eval.top_k must be from 1 to attention.groups={groups} (got {config.eval.top_k})."

@@ -69,11 +69,6 @@ class FocusConfig(FocusOptions, AttentionConfig):
 class DualConfig(FocusDualOptions, AttentionConfig):
     """attention.* of Focus with two encoders."""
 
-    @property
-    def has_budget(self) -> bool:
-        """Return whether a budget, rather than `top_k`, sets the number of groups of each head."""
-        return self.groups_per_layer is not None or self.density is not None
-
 
 # known without importing the method, which takes seconds for torch
 ATTENTION: dict[str, type[AttentionConfig]] = {"full": AttentionConfig, "focus": FocusConfig, "focus_dual": DualConfig}
@@ -368,10 +363,12 @@ class Config:
         return isinstance(self.attention, FocusConfig | DualConfig)
 
     @property
-    def scored_top_ks(self) -> list[int]:
-        """Return top_k of every hard routing that is scored."""
-        wanted, own = self.eval.top_k, self.focus.top_k
-        return [k for k in range(1, self.focus.groups + 1) if not wanted or k in (*wanted, own)]
+    def scored_routings(self) -> list[dict[str, Any]]:
+        """Return what `set_routing` is given for every hard routing that is scored."""
+        configured, top_ks = self.attention.routing, self.eval.top_k
+        if not self.attention.is_soft:
+            return [configured]
+        return [x for x in self.attention.routings() if not top_ks or x["top_k"] in (*top_ks, configured["top_k"])]
 
     @property
     def answer_distance(self) -> int:

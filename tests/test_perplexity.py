@@ -30,7 +30,7 @@ from focus_exp.evaluation.perplexity import (
     split_rounds,
     token_losses,
 )
-from focus_exp.evaluation.variants import BASE, RANDOM_GROUPS, SOFT, WINDOW_ONLY
+from focus_exp.evaluation.variants import BASE, RANDOM_GROUPS, WINDOW_ONLY
 from focus_exp.jobs.train import attach_method
 from focus_exp.models.head import ROWS, Head
 from focus_exp.models.methods import attached_methods, observe_selections
@@ -40,7 +40,7 @@ BOS = 256
 FLOAT32 = choose_precision("float32", "cpu", trains_base=False)
 SEEDS = st.integers(0, 10_000)
 T, WINDOW, SINKS, GROUPS = 48, 6, 2, 3
-HARD, WIDE = "focus_hard", "window_density_matched"
+SOFT, HARD, WIDE = "focus_soft", "focus_hard", "window_density_matched"
 
 
 def random_stream(lengths: list[int], seed: int = 0) -> TokenStream:

@@ -70,6 +70,7 @@ class AttentionMethod(nn.Module):
     Attributes:
         name: as declared, else the class's.
         causal: False if a token's output depends on later tokens.
+        causal_counterpart: attributes that make a non-causal method causal.
         options: dataclass of its options.
         statistics: buffer to which forward passes of a training step add what `update_statistics` takes; of several
             processes the sum. None where nothing follows the tokens.
@@ -78,6 +79,7 @@ class AttentionMethod(nn.Module):
 
     name: ClassVar[str]
     causal: ClassVar[bool] = True
+    causal_counterpart: ClassVar[dict[str, Any]] = {}
     options: ClassVar[type[Options]] = Options
     is_fitted: bool = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
     The last four options are the paper's remedies against router collapse. A training loop collects `losses` in the
     forward pass (`auxiliary_losses`) and moves the centroids between steps (`CentroidUpdates`).
     """
+
+    causal_counterpart: ClassVar[dict[str, Any]] = {"assignment": "balanced"}
 
     def __init__(self, shape: LayerShape, options: FocusOptions) -> None:
         super().__init__(shape, options.window, options.sinks)

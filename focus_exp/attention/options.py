@@ -71,6 +71,9 @@ class Options:
         """Return why values that are valid one by one do not go together."""
         return None
 
+    def check_layers(self, count: int) -> None:
+        """Raise ValueError where the options are not for a model of `count` layers."""
+
     @property
     def routing(self) -> dict[str, Any]:
         """Return what `set_routing` is given for the configured hard routing."""
@@ -160,9 +163,15 @@ class FocusDualOptions(LocalOptions):
                 )
         return None
 
+    def check_layers(self, count: int) -> None:
+        budget = self.groups_per_layer
+        if budget is not None and len(budget) != count:
+            raise ValueError(f"budget must have an entry for each of {count} layers (got {len(budget)}).")
+
     @property
     def routing(self) -> dict[str, Any]:
-        return super().routing if self.groups_per_layer is None else {}  # else the number of groups of each head
+        has_budget = self.groups_per_layer is not None or self.density is not None  # for each head, not `top_k`
+        return {} if has_budget else super().routing
 
 
 def did_you_mean(name: str, names: list[str]) -> str:

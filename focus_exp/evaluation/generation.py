@@ -106,22 +106,20 @@ class Generation:
                     bar.update()
 
     @cached_property
-    def hard(self) -> dict[str, int | None]:
-        """Return top_k by variant; None where a budget gives each head its own."""
-        top_ks = self.config.generate.top_k
-        if dual := self.config.dual:
-            return {f"{dual.name} k={k}": k for k in top_ks} or {dual.name: None if dual.has_budget else dual.top_k}
-        if not self.config.has_router:
-            return {self.config.attention.name: None}
-        attention = self.config.focus
-        return {hard_variant("focus", k, attention.pair_rule): k for k in top_ks or range(1, attention.groups + 1)}
+    def hard(self) -> dict[str, dict[str, Any]]:
+        """Return what `set_routing` is given, by variant."""
+        attention, top_ks = self.config.attention, self.config.generate.top_k
+        routings = attention.routings(top_ks)
+        if attention.is_soft:
+            return {hard_variant(attention.method, **routing): routing for routing in routings}
+        return {f"{attention.name} k={x['top_k']}" if top_ks and x else attention.name: x for x in routings}
 
     @torch.no_grad()
     def generate(self, number: int, prompt: Tensor, name: str) -> Continuation:
         """Return a continuation; a failure becomes the row's error."""
-        kind, top_k = ("base", None) if name == FULL else ("hard", self.hard[name])
-        if kind == "hard" and self.config.has_groups:
-            set_routing(self.model, hard=True, **self.config.attention.routing | {"top_k": top_k})
+        kind, routing = ("base", {}) if name == FULL else ("hard", self.hard[name])
+        if kind == "hard":
+            set_routing(self.model, hard=True, **routing)
         settings, model = self.config.generate, self.model
         # a model's own could penalize repetitions, unrecorded
         plain = temporary_attributes([model], generation_config=GenerationConfig())
@@ -140,7 +138,7 @@ class Generation:
         seconds = time.perf_counter() - start
         new = output.sequences[0, len(prompt) :].tolist()
         row = self.make_row(number, prompt, new, name, kind)
-        row.top_k, row.seconds = top_k, seconds
+        row.top_k, row.seconds = routing.get("top_k"), seconds
         row.keys_read, row.cache_bytes = measure_cache(output.past_key_values)
         if kind == "base":
             self.greedy[number] = new

@@ -18,13 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.registry import build
 from focus_exp.attention.selection import Selection, Sequence, base_mask_or_self, fold_heads, group_mask, local_mask
-from focus_exp.config import Config, DualConfig, FocusConfig
+from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError
 from focus_exp.evaluation.perplexity import token_losses
 from focus_exp.evaluation.words import CLASSES, TAGGER, read_passage, split_pieces
-from focus_exp.fitting.focus import calibrate
-from focus_exp.fitting.focus_dual import rebalance
+from focus_exp.fitting.balance import balance_groups
 from focus_exp.models.adapter import adapter_name, load_adapter, read_description
 from focus_exp.models.attach import detach
 from focus_exp.models.head import Head
@@ -110,7 +109,7 @@ class GroupAnalysis:
         self.classes = np.array([[CLASSES.index(kind) for kind in passage.classes] for passage in self.passages])
         self.labels = self.flatten(self.classes)
         self.ids = self.flatten(np.stack([tokens.numpy() for tokens in self.sequences]))
-        self.routing: FocusConfig | DualConfig = self.config.dual or self.config.focus
+        self.method: Any = next(iter(attached_methods(self.model).values()))
 
     def flatten(self, values: np.ndarray) -> np.ndarray:
         """Return (sequences, T) as (N,), the text alone."""
@@ -122,7 +121,7 @@ class GroupAnalysis:
         self.use_hard_routing()
         trained = self.observe("trained router")
         if not trained.groups:
-            budget = get_attachment(self.model).options["groups_per_layer"]
+            budget = get_attachment(self.model).options.get("groups_per_layer")
             raise UserError(
                 f"attention.groups_per_layer must leave a layer with groups (got {budget}). Raise it in one layer."
             )
@@ -211,7 +210,7 @@ class GroupAnalysis:
             state = {key: value for key, value in method.state_dict().items() if key in STANDARDIZATION}
             fresh[index].load_state_dict(state, strict=False)
         with swap_methods(self.model, fresh):
-            (rebalance if self.config.dual else calibrate)(self.model, self.calibration, self.precision)
+            balance_groups(self.model, self.calibration, self.precision)
             set_routing(self.model, hard=True)
             return self.observe("untrained router")
 
@@ -245,7 +244,7 @@ class GroupAnalysis:
         groups, random = (self.flatten(router.groups[grouping]) for router in (trained, untrained))
         chance = np.random.default_rng(self.config.seed).permutation(groups)  # groups of equal sizes
         yield make("layer_confidence", float(self.flatten(trained.confidence[grouping]).mean()))
-        for number in range(self.routing.groups):
+        for number in range(self.method.groups):
             members = groups == number
             counts = np.bincount(self.labels[members], minlength=len(CLASSES))
             names = {"group": number, "word_class": CLASSES[int(counts.argmax())] if members.any() else ""}
@@ -269,7 +268,7 @@ class GroupAnalysis:
     def class_costs(self, full: np.ndarray, hard: np.ndarray) -> Iterator[Measurement]:
         """Yield the loss by class of the predicted token, and its paired change."""
         # a query has distant keys only from there on, and predicts the next token
-        beyond = np.arange(full.shape[1]) > self.routing.window + self.routing.sinks + 1
+        beyond = np.arange(full.shape[1]) > self.method.window + self.method.sinks + 1
         for number, name in [(None, "all"), *enumerate(CLASSES)]:
             chosen = np.broadcast_to(beyond & ((self.classes == number) if number is not None else True), full.shape)
             counts = chosen.sum(axis=1)

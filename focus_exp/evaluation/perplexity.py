@@ -30,7 +30,6 @@ from focus_exp.data import SequenceDataset
 from focus_exp.errors import first_line
 from focus_exp.evaluation.variants import (
     BASE,
-    SOFT,
     Variant,
     attached_variants,
     full_attention,
@@ -46,7 +45,7 @@ from focus_exp.models.methods import (
 )
 from focus_exp.progress import ProgressBar
 from focus_exp.results.losses import Losses
-from focus_exp.results.measurement import Measurement, exp, hard_variant
+from focus_exp.results.measurement import Measurement, exp, hard_variant, soft_variant
 from focus_exp.storage import atomic_write
 from focus_exp.training.precision import Precision
 
@@ -243,8 +242,9 @@ class PerplexityEvaluator:
         self.variants: list[Variant] = []
         self.after_phases: list[Measurement] = []
         self.has_preview = False
-        focus = self.config.focus if self.config.has_router else None
-        self.configured = hard_variant("focus", focus.top_k, focus.pair_rule) if focus else ""
+        attention = self.config.attention  # the variants of the configured routing, where there is a soft one
+        self.soft = soft_variant(attention.method) if attention.is_soft else ""
+        self.configured = hard_variant(attention.method, **attention.routing) if attention.is_soft else ""
 
     @property
     def scored(self) -> list[int]:
@@ -266,9 +266,9 @@ class PerplexityEvaluator:
     def measure_phase(self, phase: str) -> None:
         """Score soft and hard routing after a phase that others follow."""
         self.begin_round(len(self.rounds))
-        before, attention = len(self.variants), self.config.focus
+        before = len(self.variants)
         self.add(soft_routing(self.model, phase))
-        self.add(hard_routing(self.model, attention.top_k, attention.pair_rule, phase))
+        self.add(hard_routing(self.model, self.config.attention.routing, phase))
         self.after_phases += [m for variant in self.variants[before:] for m in self.measure(variant, phase)]
         del self.variants[before:]
 
@@ -310,8 +310,10 @@ class PerplexityEvaluator:
 
     def measure_variants(self) -> None:
         """Score what is attached or trained, and adapters of other runs."""
-        if self.config.has_router and (skipped := sorted({*self.config.eval.top_k} - {*self.config.scored_top_ks})):
-            log.info("eval.top_k: not measured: %s with attention.groups=%d", skipped, self.config.focus.groups)
+        attention: Any = self.config.attention
+        skipped = {*self.config.eval.top_k} - {routing.get("top_k") for routing in self.config.scored_routings}
+        if attention.is_soft and skipped:
+            log.info("eval.top_k: not measured: %s with attention.groups=%d", sorted(skipped), attention.groups)
         with closing(attached_variants(self.model, self.config, self.adapters, self.match_density)) as variants:
             for variant in variants:
                 self.add(variant)
@@ -319,7 +321,8 @@ class PerplexityEvaluator:
     def match_density(self) -> int:
         """Return the smallest window with at least the density of the configured routing."""
         pairs = self.scores[self.configured].pairs
-        return density_matched_window(pairs, self.config.focus.sinks, self.layer_sequences())
+        attention: Any = self.config.attention
+        return density_matched_window(pairs, attention.sinks, self.layer_sequences())
 
     @torch.no_grad()
     def layer_sequences(self) -> list[Sequence]:
@@ -414,14 +417,9 @@ class PerplexityEvaluator:
                     metric="nll_change", value=change.value, low=low, high=high, reference=reference, unit="nats",
                     n=count, settings=settings | {"dof": dof}, **common,
                 )  # fmt: skip
-        routed = variant.method in ("focus", "focus_dual")
         for metric, value, unit in (
             ("distant_density", distant_density, "fraction"),
-            (
-                "largest_group_fraction",
-                variant.group_fraction(scores.pairs.largest_group) if routed else None,
-                "fraction",
-            ),
+            ("largest_group_fraction", variant.group_fraction(scores.pairs.largest_group), "fraction"),
             ("eval_tokens", scores.nll[:, 1:].size, "tokens"),
             ("eval_seconds", scores.seconds, "s"),
             ("training_tokens", variant.tokens, "tokens"),
@@ -443,7 +441,7 @@ class PerplexityEvaluator:
             return []
         is_soft_counterpart = variant.kind == "causal_counterpart" and variant.top_k is None
         if variant.kind == "hard" or is_soft_counterpart:
-            return [BASE, SOFT]
+            return [BASE, self.soft]
         return [BASE, self.configured] if variant.kind in ("control", "causal_counterpart") else [BASE]
 
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
-from focus_exp.config import Config, FocusConfig
+from focus_exp.attention.registry import find
+from focus_exp.config import Config
 from focus_exp.config_hash import hash_adapter
 from focus_exp.errors import UserError, first_line
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
@@ -23,17 +24,18 @@ from focus_exp.models.lora import describe_lora
 from focus_exp.models.methods import (
     attached_methods,
     disable_method,
+    get_attachment,
     is_causal,
     set_routing,
     swap_methods,
-    use_causal_assignment,
+    use_causal_counterparts,
 )
-from focus_exp.results.measurement import hard_variant
+from focus_exp.results.measurement import hard_variant, soft_variant
 
-BASE, SOFT = "base", "focus_soft"
+BASE = "base"
 WINDOW_ONLY, WIDE_WINDOW = "window_only", "window_density_matched"
 RANDOM_GROUPS = "random_size_matched"
-COUNTERPART = "causal_counterpart"
+COUNTERPART: Literal["causal_counterpart"] = "causal_counterpart"
 Kind = Literal["base", "trained", "soft", "hard", "causal_counterpart", "control"]  # in the order of a table
 
 
@@ -80,9 +82,10 @@ class Variant:
         return 1.0 if self.kind in ("base", "trained") else None if sparsity is None else 1 - sparsity
 
     def group_fraction(self, largest: float | None) -> float | None:
-        """Return the fraction of tokens in the largest group, where each is in several."""
+        """Return the fraction of tokens in the largest group, where each is in several; None without a router."""
         memberships = (self.top_k or 1) if self.pair_rule == "share" else 1
-        return None if largest is None else min(1.0, largest * memberships)
+        has_router = self.method != "full" and find(self.method).options.is_trainable
+        return min(1.0, largest * memberships) if has_router and largest is not None else None
 
 
 def attached_variants(
@@ -105,29 +108,30 @@ def attached_variants(
             yield Variant(name=name, kind="trained")
     if attention.method == "full":
         return
-    if config.has_router:
-        yield from focus_variants(model, config, match_density)
+    if attention.is_soft:
+        yield from router_variants(model, config, match_density)
     else:
         set_routing(model, hard=True, **attention.routing)  # an adapter may be measured at another number of groups
         yield Variant(name=attention.name, kind="control", method=attention.method, causal=is_causal(model))
     yield from adapter_variants(model, config, adapters)
 
 
-def focus_variants(
+def router_variants(
     model: PreTrainedModel, config: Config, match_density: Callable[[], int] | None
 ) -> Generator[Variant]:
     """Yield soft routing, every hard routing, and the controls of the configured one."""
-    attention, bounds = config.focus, config.eval.bounds or match_density is None
+    attention: Any = config.attention
+    bounds = config.eval.bounds or match_density is None
     if match_density and bounds:
         yield soft_routing(model)
-    top_ks = config.scored_top_ks if match_density else [attention.top_k]
-    for variant in (hard_routing(model, top_k, attention.pair_rule) for top_k in top_ks):
+    for routing in config.scored_routings if match_density else [attention.routing]:
+        variant = hard_routing(model, routing)
         yield variant
-        if variant.top_k == attention.top_k:
+        if routing == attention.routing:
             configured = variant
     is_calibrated = bool(config.recipe.router and config.recipe.router.balance_sequences)
     if match_density and not is_causal(model) and is_calibrated:
-        yield from causal_counterparts(model, config)
+        yield from causal_counterparts(model, attention.routing)
     set_routing(model, hard=True, **attention.routing)
     if configured.group_fractions is None or not config.eval.controls:
         return
@@ -146,36 +150,33 @@ def focus_variants(
 
 
 def soft_routing(model: PreTrainedModel, phase: str | None = None) -> Variant:
-    """Set soft routing of Focus, and return its variant."""
+    """Set soft routing, and return its variant."""
     set_routing(model, hard=False)
-    return Variant(name=SOFT, kind="soft", method="focus", causal=is_causal(model), phase=phase)
+    method = get_attachment(model).method
+    return Variant(name=soft_variant(method), kind="soft", method=method, causal=is_causal(model), phase=phase)
 
 
-def hard_routing(model: PreTrainedModel, top_k: int, pair_rule: str, phase: str | None = None) -> Variant:
-    """Set hard routing of Focus, and return its variant."""
-    set_routing(model, hard=True, top_k=top_k, pair_rule=pair_rule)
-    return Variant(
-        name=hard_variant("focus", top_k, pair_rule), kind="hard", method="focus", causal=is_causal(model),
-        top_k=top_k, pair_rule=pair_rule, phase=phase,
-    )  # fmt: skip
+def hard_routing(model: PreTrainedModel, routing: dict[str, Any], phase: str | None = None) -> Variant:
+    """Set hard routing, and return its variant."""
+    soft, name = soft_routing(model, phase), hard_variant(get_attachment(model).method, **routing)
+    set_routing(model, hard=True, **routing)
+    return replace(soft, name=name, kind="hard", **routing)
 
 
-def causal_counterparts(model: PreTrainedModel, config: Config) -> Generator[Variant]:
+def causal_counterparts(model: PreTrainedModel, routing: dict[str, Any]) -> Generator[Variant]:
     """Yield a non-causal router with groups that depend on each token alone."""
-    top_k, rule = config.focus.top_k, config.focus.pair_rule
-    soft = Variant(name=f"{COUNTERPART}_soft", kind="causal_counterpart", method="focus")
-    with use_causal_assignment(model):
-        set_routing(model, hard=False)
+    with use_causal_counterparts(model):
+        soft = replace(soft_routing(model), name=soft_variant(COUNTERPART), kind=COUNTERPART)
         yield soft
-        set_routing(model, hard=True, top_k=top_k, pair_rule=rule)
-        yield replace(soft, name=hard_variant(COUNTERPART, top_k, rule), top_k=top_k, pair_rule=rule)
+        set_routing(model, hard=True, **routing)
+        yield replace(soft, name=hard_variant(COUNTERPART, **routing), **routing)
 
 
 def adapter_variants(model: PreTrainedModel, config: Config, adapters: Iterable[str]) -> Generator[Variant]:
     """Yield adapters of other runs in place of what is attached; one that no longer fits has its error."""
     described = [(folder, adapter_name(folder), read_description(folder)) for folder in adapters]
     names, methods = ([x[1] for x in described], [x[2]["method"] for x in described])
-    own = [] if config.has_router else [config.attention.name]
+    own = [] if config.attention.is_soft else [config.attention.name]
     for folder, name, description in described:
         method = description["method"]
         if names.count(name) > 1:
@@ -211,14 +212,11 @@ def window_only(model: PreTrainedModel, window: int, sinks: int) -> dict[int, At
 
 
 def random_groups(
-    model: PreTrainedModel, fractions: list[list[float]], attention: FocusConfig, seed: int
+    model: PreTrainedModel, fractions: list[list[float]], attention: Any, seed: int
 ) -> dict[int, AttentionMethod]:
     """Build groups that ignore the tokens, of the sizes `fractions` [layers][K]."""
-    methods = attached_methods(model).items()
+    options = {name: getattr(attention, name) for name in ("groups", "window", "sinks")} | attention.routing
     return {
-        index: RandomGroups.create(
-            method.shape, groups=attention.groups, window=attention.window, sinks=attention.sinks,
-            top_k=attention.top_k, pair_rule=attention.pair_rule, seed=seed, shares=sizes,
-        )
-        for (index, method), sizes in zip(methods, fractions, strict=True)
-    }  # fmt: skip
+        index: RandomGroups.create(method.shape, seed=seed, shares=sizes, **options)
+        for (index, method), sizes in zip(attached_methods(model).items(), fractions, strict=True)
+    }

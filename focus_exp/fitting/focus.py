@@ -19,7 +19,13 @@ from focus_exp.attention.dense import scores, weights
 from focus_exp.attention.focus import Focus
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, base_mask, local_mask, row_blocks
 from focus_exp.fitting.encoders import balancing_bias
-from focus_exp.models.methods import find_routers, observe_selections, set_routing, swap_methods, use_causal_assignment
+from focus_exp.models.methods import (
+    attached_methods,
+    observe_selections,
+    set_routing,
+    swap_methods,
+    use_causal_counterparts,
+)
 from focus_exp.progress import ProgressBar
 from focus_exp.training.precision import Precision
 
@@ -56,6 +62,11 @@ class AttentionProbe(AttentionMethod):
             outputs.append(p.to(v.dtype) @ values)
         self.mass.extend(mass)
         return torch.cat(outputs, dim=2)
+
+
+def find_routers(model: PreTrainedModel) -> dict[int, Focus]:
+    """Return the attached Focus methods by layer."""
+    return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
 
 
 def warm_start(model: PreTrainedModel, sequences: list[Tensor], steps: int, precision: Precision, seed: int) -> None:
@@ -114,7 +125,7 @@ def calibrate(model: PreTrainedModel, sequences: list[Tensor], precision: Precis
 
     model.eval()
     set_routing(model, hard=True)
-    with use_causal_assignment(model), observe_selections(model, observe):
+    with use_causal_counterparts(model), observe_selections(model, observe):
         run_forward(model, sequences, precision, "calibrating balance")
     for index, method in methods.items():
         logits = torch.cat(log_assignments[index])

@@ -19,7 +19,6 @@ from focus_exp.config_hash import config_hash
 from focus_exp.data import SequenceDataset, load_corpus
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
-from focus_exp.evaluation.variants import SOFT
 from focus_exp.fitting.cache import fit_attached
 from focus_exp.fitting.focus import calibrate, temporary_calibration, warm_start
 from focus_exp.fitting.focus_dual import rebalance
@@ -29,7 +28,7 @@ from focus_exp.models.attach import attach
 from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
 from focus_exp.models.methods import attached_methods, is_causal, is_trainable, set_routing, swap_attachment
-from focus_exp.results.measurement import Measurement
+from focus_exp.results.measurement import Measurement, soft_variant
 from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
 from focus_exp.runs.compose import command_overrides, compose_variant, variant_name
@@ -403,7 +402,7 @@ def run_trial(config: Config) -> Trial:
 
 def read_loss(record: Record) -> dict[str, Any]:
     """Return loss or error of a trial; of soft routing if there is any: pruning changes the hard loss."""
-    for variant in (SOFT, record.primary_variant):
+    for variant in (soft_variant(record.config["attention"]["method"]), record.primary_variant):
         if (nll := record.find("nll", variant)) is not None:
             return {"nll": nll}
     failed = (m for m in record.measurements if m.variant == record.primary_variant and m.settings.get("error"))

@@ -29,7 +29,6 @@ from focus_exp.models.methods import (
     IMPLEMENTATION,
     Attachment,
     attention_modules,
-    check_budget_length,
     find_device,
     get_attachment,
     get_method,
@@ -85,8 +84,7 @@ def attach(
     except ValueError as error:
         raise UserError(str(error)) from error
     try:
-        if isinstance(budget := options.get("groups_per_layer"), list):
-            check_budget_length(budget, len(modules))
+        method_class.options.create(**options).check_layers(len(modules))
         built = {index: method_class.create(layer_shape(model, modules[index], index), **options) for index in indices}
     except ValueError as error:
         raise UserError(f"attention method {method!r}: {error}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -20,9 +20,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from focus_exp.attention.base import BACKENDS, AttentionMethod, Observer
-from focus_exp.attention.focus import Focus
-from focus_exp.attention.focus_dual import FocusDual
-from focus_exp.attention.options import FocusDualOptions
 from focus_exp.attention.registry import build, find
 from focus_exp.errors import UserError
 
@@ -145,9 +142,9 @@ def hash_methods(model: nn.Module) -> str:
     return digest.hexdigest()[:16] if tensors else ""
 
 
-def find_routers(model: nn.Module) -> dict[int, Focus]:
-    """Return the attached Focus methods by layer."""
-    return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
+def find_routers(model: nn.Module) -> dict[int, Any]:
+    """Return the attached methods that route softly, too, by layer."""
+    return {layer: method for layer, method in attached_methods(model).items() if method.options.is_soft}
 
 
 def update_balance(model: nn.Module) -> None:
@@ -195,10 +192,14 @@ def temporary_attributes(objects: Iterable[Any], **values: Any) -> Iterator[None
                 setattr(item, name, value)
 
 
-def use_causal_assignment(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Make non-causal routers assign groups causally in the block."""
-    routers = [router for router in find_routers(model).values() if not router.causal]
-    return temporary_attributes(routers, assignment="balanced")
+@contextmanager
+def use_causal_counterparts(model: PreTrainedModel) -> Iterator[None]:
+    """Make non-causal methods that have a causal counterpart that one in the block."""
+    with ExitStack() as stack:
+        for method in attached_methods(model).values():
+            if not method.causal:
+                stack.enter_context(temporary_attributes([method], **method.causal_counterpart))
+        yield
 
 
 @contextmanager
@@ -294,34 +295,26 @@ def set_routing(
 
 
 def set_budget(model: PreTrainedModel, budget: list[Any]) -> PreTrainedModel:
-    """Set the groups of each layer and head of `focus_dual`; adapters save them.
+    """Set the groups of each layer and head of a method with `groups_per_layer`; adapters save them.
 
     Heads without any group to choose lose their encoders.
 
     Raises:
         UserError: another method is attached, or the budget does not fit the layers.
     """
-    attachment, methods = get_attachment(model), attached_methods(model)
+    attachment, methods = get_attachment(model), dict[int, Any](attached_methods(model))
+    schema, given = find(attachment.method).options, {"groups_per_layer": budget, "density": None}
+    if not hasattr(schema, "groups_per_layer"):
+        raise UserError(f"attention method {attachment.method} has no budget of groups. Attach focus_dual.")
     try:
-        options = FocusDualOptions.create(**attachment.options | {"groups_per_layer": budget, "density": None})
-        check_budget_length(budget, len(attention_modules(model)))
-        parts: list[tuple[FocusDual, list[int]]] = []
-        for method in methods.values():
-            if not isinstance(method, FocusDual):
-                raise ValueError(f"attention method {attachment.method} has no budget of groups. Attach focus_dual.")
-            parts.append((method, method.layer_budget(budget)))
+        schema.create(**attachment.options | given).check_layers(len(attention_modules(model)))
+        parts = {layer: method.layer_budget(budget) for layer, method in methods.items()}
     except ValueError as error:
         raise UserError(str(error)) from None
-    for method, part in parts:
-        method.set_budget(part)
-    attachment.options |= {"groups_per_layer": options.groups_per_layer, "density": None}
+    for layer, part in parts.items():
+        methods[layer].set_budget(part)
+    attachment.options |= given
     return model
-
-
-def check_budget_length(budget: list[Any], layers: int) -> None:
-    """Raise ValueError unless the budget has an entry for each layer."""
-    if len(budget) != layers:
-        raise ValueError(f"budget must have an entry for each of {layers} layers (got {len(budget)}).")
 
 
 def freeze(model: PreTrainedModel, train: str = "router") -> list[str]:

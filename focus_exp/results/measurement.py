@@ -85,12 +85,18 @@ class Measurement:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+def soft_variant(method: str) -> str:
+    """Return the soft routing of a method, a name or the dotted path of a class: `focus_soft`."""
+    return f"{method.rpartition('.')[2]}_soft"
+
+
 def hard_variant(method: str, top_k: int | None, pair_rule: str | None) -> str:
     """Return a method's hard routing: `focus_hard` or `focus_hard_k2_query_topk`.
 
     With one group a token both pair rules keep the same pairs.
     """
-    return f"{method}_hard" if (top_k or 1) == 1 else f"{method}_hard_k{top_k}_{pair_rule}"
+    name = f"{method.rpartition('.')[2]}_hard"
+    return name if (top_k or 1) == 1 else f"{name}_k{top_k}_{pair_rule}"
 
 
 def format_measurements(measurements: Iterable[Measurement]) -> str:

@@ -32,7 +32,7 @@ def estimate(config: Config, evaluator: PerplexityEvaluator, variants: Sequence[
         passes["training"] += router.warm_start_sequences + FITTED * router.warm_start_steps
         passes["training"] += 2 * ROUTED * router.balance_sequences
         # hard routings next to the soft one, controls, causal counterparts, and both routings after earlier phases
-        rows += len(config.scored_top_ks) - 1 + settings.bounds + settings.controls * (2 + settings.bounds)
+        rows += len(config.scored_routings) - 1 + settings.bounds + settings.controls * (2 + settings.bounds)
         rows += 2 * max(0, len(config.phases) - 1) + 2 * (
             not is_causal(evaluator.model) and router.balance_sequences > 0
         )
