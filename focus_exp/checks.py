@@ -64,7 +64,7 @@ def parse(composed: DictConfig) -> Config:
     config.attention = build_attention(cast(Any, OmegaConf.to_container(composed.attention, resolve=True)))
     if not is_fitted(method):
         config.recipe.fit = None
-    if not config.has_router:
+    if not config.attention.is_soft:
         config.recipe.router = None
     config.overwrite = config.overwrite and not is_requeued()  # a requeued job resumes
     if "@" in (config.model.hub_id or ""):
@@ -195,14 +195,14 @@ def check_tasks(config: Config) -> Iterator[str]:
 
 
 def check_attention(config: Config) -> Iterator[str]:
-    attention, dual = config.attention, config.dual
+    attention: Any = config.attention
     if config.eval.adapters and attention.method == "full":
         yield (
             f"eval.adapters must be empty with attention={attention.name} (got {config.eval.adapters}): they are "
             "measured in place of a method. Measure one with job=evaluate adapter=..."
         )
-    if dual and dual.density is not None and not config.fitting:
-        yield f"attention.density must be null with recipe.fit.sequences=0 (got {dual.density})."
+    if attention.needs_fit() and not config.fitting:
+        yield f"attention.density must be null with recipe.fit.sequences=0 (got {attention.density})."
 
 
 def check_fit(config: Config) -> Iterator[str]:
@@ -212,7 +212,7 @@ def check_fit(config: Config) -> Iterator[str]:
     if 0 < fit.sequences <= fit.validation_sequences:
         least = f"recipe.fit.validation_sequences={fit.validation_sequences}"
         yield f"recipe.fit.sequences must be > {least} (got {fit.sequences})."
-    for key in () if config.dual else ("importance", "ignored_means", "summed_queries"):
+    for key in sorted({"importance", "ignored_means", "summed_queries"} - {*config.attention.fit_settings}):
         if (value := getattr(fit, key)) != (unused := getattr(default, key)):
             yield (
                 f"recipe.fit.{key} must be {unused} with attention={config.attention.name} (got {value}). Leave it "
@@ -236,11 +236,11 @@ def check_flash(config: Config) -> Iterator[str]:
 
 
 def check_top_k(config: Config) -> Iterator[str]:
-    dual, top_k = config.dual, config.generate.top_k
-    groups = dual.groups if dual else config.focus.groups if config.has_router else 0
-    if top_k and hasattr(config.attention, "top_k") and "top_k" not in config.attention.routing:
+    attention, top_k = config.attention, config.generate.top_k
+    groups = getattr(attention, "groups", 0) if attention.is_trainable else 0
+    if top_k and groups and not attention.routing:
         yield f"generate.top_k must be empty with attention.density or attention.groups_per_layer (got {top_k})."
-    if config.has_router and config.eval.top_k and not any(1 <= k <= groups for k in config.eval.top_k):
+    if attention.is_soft and config.eval.top_k and not any(1 <= k <= groups for k in config.eval.top_k):
         yield f"eval.top_k must be from 1 to attention.groups={groups} (got {config.eval.top_k})."
     if groups and not all(1 <= k <= groups for k in top_k):
         yield f"generate.top_k must be from 1 to attention.groups={groups} (got {top_k})."
@@ -249,7 +249,7 @@ def check_top_k(config: Config) -> Iterator[str]:
 def check_recipe(config: Config) -> Iterator[str]:
     recipe, tune, attention = config.recipe, config.recipe.tune, config.attention.name
     trains_router = bool(recipe.phases) and all(phase.trainable == "router" for phase in recipe.phases.values())
-    if recipe.trains("lora") and config.has_router:
+    if recipe.trains("lora") and config.attention.is_soft:
         yield f"recipe={recipe.name} must go with attention=full (got {attention}). Or type recipe=retrofit."
     if recipe.trains("lora") and (config.eval.adapters or config.eval.fit_variants):
         yield (
@@ -258,7 +258,7 @@ def check_recipe(config: Config) -> Iterator[str]:
         )
     if recipe.trains("lora") and recipe.trains("all"):
         yield f"recipe={recipe.name} must not train both LoRA and the base weights. Leave one of them out."
-    if trains_router and not config.has_groups:
+    if trains_router and not config.attention.is_trainable:
         yield (
             f"recipe={recipe.name} must go with a method that has a router (got attention={attention}). Type "
             "attention=focus, recipe=none to measure without training, or recipe=finetune."

@@ -342,27 +342,6 @@ class Config:
     logger: LoggerConfig = MISSING
 
     @property
-    def has_router(self) -> bool:
-        """Return whether the attention is Focus with a router."""
-        return isinstance(self.attention, FocusConfig)
-
-    @property
-    def focus(self) -> FocusConfig:
-        """Return attention.* of Focus with a router."""
-        assert isinstance(self.attention, FocusConfig), self.attention
-        return self.attention
-
-    @property
-    def dual(self) -> DualConfig | None:
-        """Return attention.* of Focus with two encoders; None for other methods."""
-        return self.attention if isinstance(self.attention, DualConfig) else None
-
-    @property
-    def has_groups(self) -> bool:
-        """Return whether the attention assigns tokens to groups: Focus with one encoder or two."""
-        return isinstance(self.attention, FocusConfig | DualConfig)
-
-    @property
     def scored_routings(self) -> list[dict[str, Any]]:
         """Return what `set_routing` is given for every hard routing that is scored."""
         configured, top_ks = self.attention.routing, self.eval.top_k
@@ -381,9 +360,17 @@ class Config:
         return self.recipe.fit if self.recipe.fit and self.recipe.fit.sequences else None
 
     @property
+    def balance_sequences(self) -> int:
+        """Return the number of sequences on which the groups are balanced after training."""
+        if self.recipe.router:
+            return self.recipe.router.balance_sequences
+        return self.recipe.fit.sequences if self.recipe.fit and self.phases and self.attention.is_trainable else 0
+
+    @property
     def phases(self) -> list[tuple[str, PhaseConfig]]:
         """Return the phases to run by name; without a router there is no router to train."""
-        return [(name, p) for name, p in self.recipe.phases.items() if p.trainable != "router" or self.has_groups]
+        trained = self.attention.is_trainable
+        return [(name, phase) for name, phase in self.recipe.phases.items() if phase.trainable != "router" or trained]
 
 
 @dataclass

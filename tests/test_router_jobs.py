@@ -159,3 +159,54 @@ def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_pat
     assert "status: interrupted" in tables[0] and "focus_dual" not in tables[0]
     assert "status: finished" in tables[-1] and "focus_dual" in tables[-1]
     assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
+
+
+LINEAR = """
+from dataclasses import dataclass
+
+import torch
+
+from focus_exp.attention.base import AttentionMethod
+from focus_exp.attention.options import GroupOptions
+from focus_exp.attention.selection import Selection, select
+
+@dataclass
+class LinearOptions(GroupOptions):
+    is_trainable = True
+    is_soft = True
+
+class Linear(AttentionMethod, options=LinearOptions):
+    def __init__(self, shape, options):
+        super().__init__(shape, options.window, options.sinks)
+        self.groups, self.top_k, self.pair_rule = options.groups, options.top_k, options.pair_rule
+        self.weight = torch.nn.Parameter(torch.randn(shape.width, options.groups))
+
+    def route(self, h, sequence):
+        assignment = (h.float() @ self.weight).softmax(-1)
+        if self.losses is not None:
+            self.losses.append(assignment.square().mean())
+        if self.training or not self.hard:
+            return Selection(assignment)
+        return select(assignment, self.top_k, self.pair_rule)
+"""
+FILE = "{name: linear, method: linear_method.Linear, backend: auto, window: 8, sinks: 1, groups: 2, top_k: 1}"
+
+
+def test_soft_method_from_elsewhere_is_trained_measured_and_timed_as_focus_is(tmp_path, monkeypatch):
+    (tmp_path / "linear_method.py").write_text(LINEAR)
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "attention" / "linear.yaml").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = [*without_attention(tiny(tmp_path)), "--config-dir", str(tmp_path), "attention=linear"]
+    result = run(*command, router_steps(1))
+    assert result.code == 0, result.err
+    names = [m.variant for m in record_of(tmp_path).measurements if m.metric == "nll"]
+    hard = ["Linear_hard", "Linear_hard_k2_query_topk"]
+    controls = ["window_only", "window_density_matched", "random_size_matched"]
+    assert names == ["base", "Linear_soft", *hard, *controls]
+    (adapter,) = (tmp_path / "runs").rglob("adapter")
+    again = [*without_attention(tiny(tmp_path, "timed")), "--config-dir", str(tmp_path), f"adapter={adapter}"]
+    result = run(*again, "job=bench")
+    assert result.code == 0, result.err
+    timed = {m.settings.get("assignment") for m in record_of(tmp_path / "timed").measurements if m.metric == "speedup"}
+    assert timed == {"balanced", "trained"}

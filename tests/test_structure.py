@@ -1,6 +1,7 @@
 """Import contract between packages, and what an import may load."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -67,3 +68,12 @@ def test_wheel_has_every_package():
     folders = {path.parent.relative_to(ROOT) for path in FILES if path.name == "__init__.py"}
     packages = {".".join(folder.parts) for folder in folders}
     assert set(settings["tool"]["setuptools"]["packages"]) == {*packages, "focus_exp.conf"}
+
+
+def test_callers_ask_methods_instead_of_knowing_them():
+    """A method from elsewhere then has what those of the package have."""
+    classes = re.compile(r"focus_exp\.attention\.(focus\.Focus|focus_dual\.FocusDual)")
+    names = re.compile(r"\.has_router\b|\.has_groups\b|config\.(?:focus|dual)\b|isinstance\(.*(?:Focus|Dual)")
+    for path in (path for path in FILES if part_of(path) not in ("attention", "fitting")):
+        assert [name for name in imports(path) if classes.fullmatch(name)] == [], path
+        assert names.findall(path.read_text(encoding="utf-8")) == [], path

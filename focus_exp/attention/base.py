@@ -111,6 +111,9 @@ class AttentionMethod(nn.Module):
         self.path: str | None = None  # of the last call
         self.observers: list[Observer] = []
         self.hard = True  # a router that is trained may also route softly
+        self.train_with = "hard"  # or soft: routing in training mode
+        self.losses: list[Tensor] | None = None  # auxiliary, of forward passes, while a training loop collects them
+        self.projected: list[Tensor] | None = None  # tokens `(N, R)`, while a training loop collects them
         self.serial = next(SERIALS)
         self.statistics: Tensor
         self.register_buffer("statistics", None, persistent=False)

@@ -61,8 +61,6 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         self.balance_loss = options.balance_loss
         self.entropy_loss = options.entropy_loss
         self.detach_inputs = options.detach_inputs
-        self.losses: list[Tensor] | None = None  # of forward passes, while a training loop collects them
-        self.projected: list[Tensor] | None = None  # tokens `(N, R)`, while a training loop collects them
         self.statistics = torch.zeros(2, options.groups)  # sum of the potentials of batches, and their number
 
     @property

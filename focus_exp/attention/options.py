@@ -48,12 +48,14 @@ class Options:
 
     Attributes:
         is_trainable: a phase with trainable: router trains the method's parameters alone.
+        fit_settings: keys of recipe.fit for its fit alone.
         is_soft: `route` may return an assignment `(B, T, K)` alone, which gates every pair. Hard routing is then
             `select(assignment, top_k, pair_rule)`. Both are measured, at every `top_k`, next to controls of the same
             group sizes, and balanced groups are timed in place of the method's own.
     """
 
     is_trainable: ClassVar[bool] = False
+    fit_settings: ClassVar[tuple[str, ...]] = ()
     is_soft: ClassVar[bool] = False
 
     @classmethod
@@ -70,6 +72,10 @@ class Options:
     def invalid_reason(self) -> str | None:
         """Return why values that are valid one by one do not go together."""
         return None
+
+    def needs_fit(self) -> bool:
+        """Return whether an option has no meaning before a fit to the base."""
+        return False
 
     def check_layers(self, count: int) -> None:
         """Raise ValueError where the options are not for a model of `count` layers."""
@@ -100,6 +106,9 @@ class GroupOptions(LocalOptions):
     top_k: int = option(1, least=1, most="groups")
     pair_rule: str = option("query_topk", choices=PAIR_RULES)
 
+    def routings(self, top_ks: Sequence[int] = ()) -> list[dict[str, Any]]:
+        return super().routings(top_ks or (range(1, self.groups + 1) if self.is_soft else ()))
+
 
 @dataclass
 class FocusOptions(GroupOptions):
@@ -128,15 +137,13 @@ class FocusOptions(GroupOptions):
             return f"gate_threshold must be 0 with gate=multiplicative (got {self.gate_threshold}). Or use gate=log."
         return None
 
-    def routings(self, top_ks: Sequence[int] = ()) -> list[dict[str, Any]]:
-        return super().routings(top_ks or range(1, self.groups + 1))
-
 
 @dataclass
 class FocusDualOptions(LocalOptions):
     """Options of `focus_dual`; a fit turns `density` into `groups_per_layer`."""
 
     is_trainable = True
+    fit_settings = ("importance", "ignored_means", "summed_queries")
 
     density: float | None = option(None, least=0, most=1)
     groups: int = option(32, least=2)
@@ -162,6 +169,9 @@ class FocusDualOptions(LocalOptions):
                     f"groups={self.groups}, or a list of such integers, one per head (got {entry!r})"
                 )
         return None
+
+    def needs_fit(self) -> bool:
+        return self.density is not None
 
     def check_layers(self, count: int) -> None:
         budget = self.groups_per_layer

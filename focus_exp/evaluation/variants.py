@@ -84,8 +84,8 @@ class Variant:
     def group_fraction(self, largest: float | None) -> float | None:
         """Return the fraction of tokens in the largest group, where each is in several; None without a router."""
         memberships = (self.top_k or 1) if self.pair_rule == "share" else 1
-        has_router = self.method != "full" and find(self.method).options.is_trainable
-        return min(1.0, largest * memberships) if has_router and largest is not None else None
+        is_routed = self.method != "full" and find(self.method).options.is_trainable
+        return min(1.0, largest * memberships) if is_routed and largest is not None else None
 
 
 def attached_variants(

@@ -124,7 +124,7 @@ def step_bytes(config: Config, model: PreTrainedModel, linear: int) -> float:
     trains_base, saving = config.recipe.trains("all"), trainer.gradient_checkpointing
     elements = 4.0 * (getattr(cfg, "intermediate_size", None) or 4 * shape.width)
     elements += 2 * (shape.heads + shape.kv_heads) * shape.head_dim + (13 if trains_base else 4.5) * shape.width
-    is_soft = config.has_router and any(phase.trainable != "lora" for _, phase in config.phases)
+    is_soft = config.attention.is_soft and any(phase.trainable != "lora" for _, phase in config.phases)
     layer = 2 * length * elements + is_soft * 4.5 * shape.heads * length**2
     inputs = 2.0 * length * shape.width * (2 if trains_base else 1)
     kept = inputs * cfg.num_hidden_layers + layer if saving else layer * cfg.num_hidden_layers

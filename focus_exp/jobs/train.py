@@ -19,9 +19,9 @@ from focus_exp.config_hash import config_hash
 from focus_exp.data import SequenceDataset, load_corpus
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
+from focus_exp.fitting.balance import balance_groups
 from focus_exp.fitting.cache import fit_attached
-from focus_exp.fitting.focus import calibrate, temporary_calibration, warm_start
-from focus_exp.fitting.focus_dual import rebalance
+from focus_exp.fitting.focus import temporary_calibration, warm_start
 from focus_exp.jobs.evaluate import load_trained
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
@@ -189,7 +189,7 @@ def fit(run: Run, model: PreTrainedModel, sequences: SequenceDataset, setup: Set
     """
     config, record, precision = run.config, run.record, run.precision
     evaluator = setup.perplexity if setup else None
-    has_router, adapter = config.has_router, run.folder / "adapter"
+    attention, is_soft, adapter = config.attention, config.attention.is_soft, run.folder / "adapter"
     if is_main():
         for warning in remove_damaged(run.folder / CHECKPOINTS, [name for name, _ in config.phases]):
             run.warn(warning)
@@ -197,20 +197,18 @@ def fit(run: Run, model: PreTrainedModel, sequences: SequenceDataset, setup: Set
         any(checkpoint_path(run.folder / CHECKPOINTS, name).exists() for name, _ in config.phases[:1])
     )
     fitting = fit_before_training(run, model, sequences, is_resumed)
-    router, moves = config.recipe.router, config.recipe.fit if config.dual and config.phases else None
-    balancing = sequences.sample(router.balance_sequences, config.seed + 2) if router else []
-    moved = sequences.sample(moves.sequences, config.seed + 2) if moves else []
+    balancing = sequences.sample(config.balance_sequences, config.seed + 2)
 
     def measure(phase: str) -> None:
         assert evaluator is not None
         with temporary_calibration(model, balancing, precision):
             evaluator.measure_phase(phase)
 
-    if setup and evaluator and has_router and fitting and evaluator.is_base_frozen and not is_resumed:
+    if setup and evaluator and is_soft and fitting and evaluator.is_base_frozen and not is_resumed:
         run_on_rank_zero(model, lambda: preview(run, setup, balancing))
 
     def between(phase: str) -> None:
-        if evaluator and has_router:
+        if evaluator and is_soft:
             run_on_rank_zero(model, lambda: measure(phase))
 
     broadcast_attached(model)
@@ -219,21 +217,20 @@ def fit(run: Run, model: PreTrainedModel, sequences: SequenceDataset, setup: Set
         probed=probe_tokens(evaluator.blocks) if evaluator else None,
         between=between,
     )  # fmt: skip
-    fitted_tokens = sum(tokens.numel() for tokens in (*fitting, *balancing, *moved))
+    fitted_tokens = sum(tokens.numel() for tokens in (*fitting, *balancing))
     record.tokens_seen = record.steps * tokens_per_step(config) + fitted_tokens
     record.measurements += read_probes(run.folder / PROBES, config.recipe.phases)
     record.method = {
-        "name": config.attention.name,
+        "name": attention.name,
         "causal": is_causal(model),
         "trainable_parameters": count_trainable(model, config),
     }
-    if moved:
-        run_on_rank_zero(model, lambda: rebalance(model, moved, precision))
-    if has_router:
-        run_on_rank_zero(model, lambda: calibrate(model, balancing, precision))
-        record.method |= get_method_options(config.attention)
-    # a budget of focus_dual is part of the adapter, also where no layer has encoders
-    if config.dual or any(method.state_dict() for method in attached_methods(model).values()):
+    if balancing:
+        run_on_rank_zero(model, lambda: balance_groups(model, balancing, precision))
+    if attention.method != "full":
+        record.method |= get_method_options(attention)
+    # a budget of groups is part of the adapter, also where it leaves no layer with parameters
+    if attention.is_trainable or any(method.state_dict() for method in attached_methods(model).values()):
         extra = {"trained_with": config.model.name, "substitution": record.model.get("substitution")}
         extra |= {"steps": record.steps, "tokens": record.tokens_seen, "seed": config.seed}
         save_adapter(model, adapter, extra, is_main())
@@ -374,9 +371,10 @@ def make_trial(config: Config, factor: float) -> Config:
     """Return the trial of `factor` times the last phase's learning rate, shared by all seeds and experiments."""
     tune = config.recipe.tune
     seeded: dict[str, Any] = {"seed": tune.seed} if hasattr(config.attention, "seed") else {}
+    top_ks = [config.attention.routing["top_k"]] if config.attention.is_soft else []
     evaluation = replace(
         config.eval, split="validation", max_sequences=tune.sequences, tasks=[], controls=False,
-        top_k=[config.focus.top_k] if config.has_router else [], limit=None, long_range_limit=None, fit_variants=[],
+        top_k=top_ks, limit=None, long_range_limit=None, fit_variants=[],
         adapters=[],
     )  # fmt: skip
     return replace(

@@ -289,7 +289,7 @@ def set_routing(
             if value is not None and hasattr(method, name):
                 setattr(method, name, value)
     attachment.options |= saved
-    if hard and any(method.training and getattr(method, "train_with", "hard") == "soft" for method in methods):
+    if hard and any(method.training and method.train_with == "soft" for method in methods):
         log.warning_once("set_routing: hard=True needs eval mode; call model.eval()")
     return model
 

@@ -28,7 +28,6 @@ from focus_exp.cli import explain_error, quote
 from focus_exp.config import (
     Config,
     DataConfig,
-    FocusConfig,
     ModelConfig,
     RecipeConfig,
     build_attention,
@@ -209,20 +208,20 @@ def compose_router(config: Config) -> Config:
         UserError: if the attention has no router.
     """
     config = compose_adapter(config) if config.adapter else config
-    if not (config.has_groups or (is_fitted(config.attention.method) and config.job != "analyze")):  # of groups
+    attention = config.attention
+    if not (attention.is_trainable or (is_fitted(attention.method) and config.job != "analyze")):  # of groups
         raise UserError(
-            f"attention must have a router with job={config.job} (got {config.attention.name}). Type attention=focus "
-            "or attention=focus_dual."
+            f"attention must have a router with job={config.job} (got {attention.name}). Type attention=focus or "
+            "attention=focus_dual."
         )
     return config
 
 
 def free_options(description: dict[str, Any]) -> list[str]:
     """Return the options of attention.* that may differ from the adapter's."""
-    if issubclass(find_schema(description["method"]), FocusConfig):
-        return ["top_k", "pair_rule", "backend"]
-    has_top_k = description["method"] == "focus_dual" and description["options"].get("groups_per_layer") is None
-    return ["top_k", "backend"] if has_top_k else ["backend"]
+    schema, options = find_schema(description["method"]), description["options"]
+    adapted = schema(**{item.name: options[item.name] for item in fields(schema) if item.name in options})
+    return [*adapted.routing, "backend"]
 
 
 def refuse_ignored_options(config: Config, description: dict[str, Any], settings: dict[str, Override]) -> None:

@@ -37,7 +37,7 @@ def estimate(config: Config, evaluator: PerplexityEvaluator, variants: Sequence[
             not is_causal(evaluator.model) and router.balance_sequences > 0
         )
     total, first = sum(map(len, evaluator.rounds)), len(evaluator.rounds[0])
-    before = first * (config.has_router and evaluator.is_base_frozen)  # the router before its training
+    before = first * (bool(recipe.router) and evaluator.is_base_frozen)  # the router before its training
     bases = 1 + (recipe.trains("lora") or recipe.trains("all"))
     passes["scoring"] = bases * total + ROUTED * (rows * (total + before) + len(variants) * total)
     for fitting in filter(None, (fitted.fitting for fitted in (*variants, config))):

@@ -26,8 +26,8 @@ from focus_exp.errors import UserError
 from focus_exp.models.head import Head
 from focus_exp.models.load import gather_tensor
 from focus_exp.models.methods import (
+    attached_methods,
     disable_method,
-    find_routers,
     freeze,
     is_trainable,
     temporary_attributes,
@@ -176,7 +176,7 @@ def random_generators() -> dict[str, Any]:
 def auxiliary_losses(model: nn.Module) -> Iterator[list[Tensor]]:
     """Yield the list that a forward pass fills with the weighted losses of the layers."""
     losses: list[Tensor] = []
-    with temporary_attributes(find_routers(model).values(), losses=losses):
+    with temporary_attributes(attached_methods(model).values(), losses=losses):
         yield losses
 
 

@@ -113,11 +113,11 @@ def make_callbacks(
     callbacks: list[pl.Callback] = [PhaseBar()] if settings.progress else []
     if is_main():
         callbacks += [Metrics(folder / METRICS, settings.log_every, tokens_per_step(config))]
-    router = config.recipe.router
-    if router and config.focus.centroid_update != "gradient":
-        callbacks += [CentroidUpdates(model, config.focus.centroid_update, router)]
-    if router and router.gate_steepness_start is not None:
-        callbacks += [GateAnnealing(model, router.gate_steepness_start, config.focus.gate_steepness)]
+    attention, router = config.attention, config.recipe.router
+    if router and (update := getattr(attention, "centroid_update", "gradient")) != "gradient":
+        callbacks += [CentroidUpdates(model, update, router)]
+    if router and router.gate_steepness_start is not None and hasattr(attention, "gate_steepness"):
+        callbacks += [GateAnnealing(model, router.gate_steepness_start, attention.gate_steepness)]
     if probed is not None and every and find_routers(model):
         callbacks += [Probe(folder / PROBES, every, model, probed, precision)]
     path = checkpoint_path(folder / CHECKPOINTS, task.name)
