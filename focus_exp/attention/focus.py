@@ -119,10 +119,9 @@ class Focus(AttentionMethod, name="focus", options=FocusOptions):
         return select(assignment, self.top_k, self.pair_rule) if hard else Selection(assignment)
 
     def complete_args(self, args: AttentionArgs, selection: Selection) -> AttentionArgs:
-        return replace(
-            super().complete_args(args, selection), gate=self.gate, gate_steepness=self.gate_steepness,
-            gate_threshold=self.gate_threshold, ste_slope=ste_slope(selection, self.gate_steepness),
-        )  # fmt: skip
+        args, slope = super().complete_args(args, selection), ste_slope(selection, self.gate_steepness)
+        gate: dict[str, Any] = {"gate": self.gate, "gate_steepness": self.gate_steepness}
+        return replace(args, ste_slope=slope, gate_threshold=self.gate_threshold, **gate)
 
     def is_dense(self) -> bool:
         return self.hard and not self.is_trained and is_dense_rule(self.groups, self.top_k, self.pair_rule)

@@ -144,45 +144,36 @@ class TaskResult:
         primary = min(self.metrics, key=lambda metric: metric.rank, default=None)
         ranked = sorted(zip(self.metrics, changes, strict=True), key=lambda pair: deciding_rank(*pair))
         density = variant.density(self.sparsity)
+        facts = {"task": task, "num_fewshot": self.shots, "task_version": self.version or None}
+        facts |= {"source": self.source or None, "differences": self.differences or None}
+        facts["seq_len"] = int(task.partition("@")[2]) if is_perplexity(task) else None
         for metric, change in zip(self.metrics, changes, strict=True):
             documents = [document for document, _, _ in metric.scores(self.samples)]
-            common: dict[str, Any] = {
-                "variant": variant.name, "density": density, "n": len(set(assign_units(documents).tolist())) or None,
-                "unit": metric.unit(self.samples),
-            }  # fmt: skip
-            settings = variant.settings | {
-                "task": task, "lm_eval_metric": metric.name, "task_version": self.version or None,
-                "num_fewshot": self.shots, "source": self.source or None, "stderr": metric.stderr,
-                "differences": self.differences or None,
-                "higher_is_better": None if metric.higher_is_better else False,
-                "seq_len": int(task.partition("@")[2]) if is_perplexity(task) else None,
-                "primary_metric": True if metric is primary else None,
-                "deciding_metric": True if metric is ranked[0][0] else None,
-            }  # fmt: skip
+            count, unit = len(set(assign_units(documents).tolist())) or None, metric.unit(self.samples)
+            common: dict[str, Any] = {"variant": variant.name, "density": density, "n": count, "unit": unit}
+            marks: dict[str, Any] = {"higher_is_better": None if metric.higher_is_better else False}
+            marks |= {"primary_metric": metric is primary or None, "deciding_metric": metric is ranked[0][0] or None}
+            settings = variant.settings | facts | marks | {"lm_eval_metric": metric.name, "stderr": metric.stderr}
             name = task if task.startswith(metric.name) else f"{metric.name}:{task}"
             yield Measurement(metric=name, value=metric.value, settings=settings, **common)
             if change is not None:
                 changed = f"{metric.name}_change:{task}"
                 if metric.is_perplexity:
                     changed, common["unit"] = f"nll_change{name.removeprefix(metric.name)}", "nats"
-                yield Measurement(
-                    metric=changed, value=change.value, low=change.low, high=change.high, reference=BASE,
-                    settings=settings | {"dof": change.dof, "stderr": None}, **common,
-                )  # fmt: skip
+                common |= {"value": change.value, "low": change.low, "high": change.high, "reference": BASE}
+                yield Measurement(metric=changed, settings=settings | {"dof": change.dof, "stderr": None}, **common)
             if metric is primary:
                 yield from self.request_measurements(variant, task, density)
 
     def request_measurements(self, variant: Variant, task: str, density: float | None) -> Iterator[Measurement]:
         """Yield what the mask did on the requests of a task."""
+        common: dict[str, Any] = {"variant": variant.name, "density": density, "settings": {"task": task}}
         for metric, value, unit in (
             ("requests", self.requests, ""),
             ("distant_density", self.distant_density, "fraction"),
             ("eval_seconds", self.seconds, "s"),
         ):
-            yield Measurement(
-                variant=variant.name, metric=f"{metric}:{task}", value=value, unit=unit, density=density,
-                settings={"task": task},
-            )  # fmt: skip
+            yield Measurement(metric=f"{metric}:{task}", value=value, unit=unit, **common)
 
 
 class Change(NamedTuple):
@@ -379,11 +370,9 @@ class BenchmarkEvaluator:
         value = exp(mean.value)
         stderr = None if mean.stderr is None else value * mean.stderr
         metric = Metric(PERPLEXITY, NO_FILTER, value, stderr, higher_is_better=False)
-        pairs = scores.pairs
-        return TaskResult(
-            [metric], samples, len(indices), pairs.sparsity, pairs.distant_density, pairs.group_fractions,
-            source=f"text {blocks.stream.digest[:12]}",
-        )  # fmt: skip
+        pairs, source = scores.pairs, f"text {blocks.stream.digest[:12]}"
+        mask = (pairs.sparsity, pairs.distant_density, pairs.group_fractions)
+        return TaskResult([metric], samples, len(indices), *mask, source=source)
 
     def cut_sequences(self, length: int) -> tuple[SequenceDataset, list[int]]:
         """Cut the held-out text into sequences of `length`; as many tokens at any length.

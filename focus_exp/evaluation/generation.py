@@ -127,10 +127,10 @@ class Generation:
         try:
             with plain, disable_method(model) if kind == "base" else nullcontext(), self.precision.context():
                 ids = prompt[None].to(model.device)
-                output: Any = model.generate(  # type: ignore[operator]
-                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.new_tokens,
-                    do_sample=False, use_cache=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
-                )  # fmt: skip
+                inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True}
+                greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+                room = {"max_new_tokens": settings.new_tokens, "return_dict_in_generate": True}
+                output: Any = model.generate(**inputs, **greedy, **room)  # type: ignore[operator]
         except (RuntimeError, UserError) as error:
             row = self.make_row(number, prompt, [], name, kind)
             row.error = f"{type(error).__name__}: {first_line(error)}"
@@ -147,11 +147,13 @@ class Generation:
         return row
 
     def make_row(self, number: int, prompt: Tensor, new: list[int], name: str, kind: Any) -> Continuation:
-        return Continuation(
-            variant=name, kind=kind, prompt=number, prompt_text=str(self.tokenizer.decode(prompt.tolist())),
-            text=str(self.tokenizer.decode(new)), prompt_tokens=len(prompt), tokens=len(new),
-            base_nll=self.base_nll(prompt, torch.tensor(new)) if new else None, repetition=repetition(new),
-        )  # fmt: skip
+        given: dict[str, Any] = {"prompt_tokens": len(prompt), "prompt_text": self.decode(prompt.tolist())}
+        made: dict[str, Any] = {"tokens": len(new), "text": self.decode(new), "repetition": repetition(new)}
+        loss = self.base_nll(prompt, torch.tensor(new)) if new else None
+        return Continuation(variant=name, kind=kind, prompt=number, base_nll=loss, **given, **made)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
 
     @torch.no_grad()
     def base_nll(self, prompt: Tensor, new: Tensor) -> float:

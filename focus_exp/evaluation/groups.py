@@ -135,11 +135,9 @@ class GroupAnalysis:
         labels = {grouping: self.flatten(groups) for grouping, groups in trained.groups.items()}
         closest = max(labels, key=lambda grouping: compare_labels(labels[grouping], self.labels)["ami"])
         fractions = np.bincount(self.labels, minlength=len(CLASSES)) / len(self.labels)
-        facts: dict[str, Any] = {
-            "tokens": len(self.labels), "windows": len(self.sequences), "passage_tokens": len(tokens),
-            "passage_from": self.blocks.locate(self.indices)[middle][0], "tagger": TAGGER,
-            "others": [adapter_name(folder) for folder in settings.others],
-        }  # fmt: skip
+        facts: dict[str, Any] = {"tokens": len(self.labels), "windows": len(self.sequences), "tagger": TAGGER}
+        facts |= {"passage_tokens": len(tokens), "passage_from": self.blocks.locate(self.indices)[middle][0]}
+        facts["others"] = [adapter_name(folder) for folder in settings.others]
         return [
             make_measurement("analyzed_tokens", len(self.labels), "tokens", **facts),
             *(
@@ -249,8 +247,8 @@ class GroupAnalysis:
             counts = np.bincount(self.labels[members], minlength=len(CLASSES))
             names = {"group": number, "word_class": CLASSES[int(counts.argmax())] if members.any() else ""}
             tokens = find_distinctive(self.ids, members, DISTINCTIVE)
-            listed = {"tokens": [self.show_token(t) for t, _, _ in tokens], "token_counts": [n for _, n, _ in tokens],
-                      "token_totals": [n for _, _, n in tokens]}  # fmt: skip
+            counted = {"token_counts": [n for _, n, _ in tokens], "token_totals": [n for _, _, n in tokens]}
+            listed = counted | {"tokens": [self.show_token(token) for token, _, _ in tokens]}
             yield make("group_fraction", float(members.mean()), **names, **listed)
             if members.any():
                 yield make("group_purity", float(counts.max() / counts.sum()), **names)
@@ -282,10 +280,8 @@ class GroupAnalysis:
             common: dict[str, Any] = {"unit": "nats", "n": int(counts.sum()), "settings": {"word_class": name}}
             yield Measurement(variant="base", metric="class_nll", value=nll, **common)
             yield Measurement(variant=HARD, metric="class_nll", value=nll + change.value, **common)
-            yield Measurement(
-                variant=HARD, metric="class_nll_change", value=change.value, low=low, high=high, reference="base",
-                **common,
-            )  # fmt: skip
+            common |= {"value": change.value, "low": low, "high": high, "reference": "base"}
+            yield Measurement(variant=HARD, metric="class_nll_change", **common)
 
 
 def find_distinctive(tokens: np.ndarray, members: np.ndarray, number: int) -> list[tuple[int, int, int]]:

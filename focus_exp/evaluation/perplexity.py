@@ -383,10 +383,8 @@ class PerplexityEvaluator:
         """Yield the numbers of a variant; a failed one has no values."""
         scores, losses, name = self.scores.get(variant.key), self.losses, variant.name
         count = losses.unit_count if losses.nll else None
-        settings = variant.settings | {
-            "top_k": variant.top_k, "pair_rule": variant.pair_rule, "window": variant.window, "phase": phase,
-            "path": scores.path or None if scores else None,
-        }  # fmt: skip
+        routing = {"top_k": variant.top_k, "pair_rule": variant.pair_rule, "window": variant.window}
+        settings = variant.settings | routing | {"phase": phase, "path": scores.path or None if scores else None}
         if variant.kind not in ("base", "control"):
             phases = self.config.recipe.phases
             last = phases.get(phase or "") or next(reversed(phases.values()), None)
@@ -403,20 +401,16 @@ class PerplexityEvaluator:
         interval = losses.estimate(variant.key)
         mean, dof = interval.value, interval.freedom
         low, high = (x if x is None else exp(x) for x in interval.bounds)
-        yield Measurement(
-            metric="perplexity", value=exp(mean), low=low, high=high, n=count,
-            settings=settings | {"dof": dof}, **common,
-        )  # fmt: skip
+        paired = common | {"n": count, "settings": settings | {"dof": dof}}
+        yield Measurement(metric="perplexity", value=exp(mean), low=low, high=high, **paired)
         yield Measurement(metric="nll", value=mean, unit="nats", n=count, settings=settings, **common)
+        paired |= {"metric": "nll_change", "unit": "nats"}
         for reference in self.references(variant):
             key = f"{reference}, after {variant.phase}" if variant.phase and reference != BASE else reference
             if key in losses.nll:
                 change = losses.difference(variant.key, losses, key)
                 low, high = change.bounds
-                yield Measurement(
-                    metric="nll_change", value=change.value, low=low, high=high, reference=reference, unit="nats",
-                    n=count, settings=settings | {"dof": dof}, **common,
-                )  # fmt: skip
+                yield Measurement(value=change.value, low=low, high=high, reference=reference, **paired)
         for metric, value, unit in (
             ("distant_density", distant_density, "fraction"),
             ("largest_group_fraction", variant.group_fraction(scores.pairs.largest_group), "fraction"),
@@ -430,10 +424,8 @@ class PerplexityEvaluator:
         if name == self.configured and phase is None:
             for layer, fractions in zip(sorted(scores.pairs.group_tokens), scores.pairs.group_fractions, strict=False):
                 for group, fraction in enumerate(fractions):
-                    yield Measurement(
-                        variant="router", metric="group_fraction", value=fraction, unit="fraction",
-                        settings={"layer": layer, "group": group},
-                    )  # fmt: skip
+                    common = {"variant": "router", "settings": {"layer": layer, "group": group}}
+                    yield Measurement(metric="group_fraction", value=fraction, unit="fraction", **common)
 
     def references(self, variant: Variant) -> list[str]:
         """Return the variants that a variant is compared with."""

@@ -181,10 +181,9 @@ def adapter_variants(model: PreTrainedModel, config: Config, adapters: Iterable[
         method = description["method"]
         if names.count(name) > 1:
             name = f"{name} of {Path(folder).absolute().parent.name}"
-        variant = Variant(
-            name=method if [*own, *methods].count(method) == 1 else f"{method}, {name}", kind="control", method=method,
-            tokens=description.get("tokens"), fit_seconds=description.get("fit_seconds"),
-        )  # fmt: skip
+        shown = method if [*own, *methods].count(method) == 1 else f"{method}, {name}"
+        cost: dict[str, Any] = {key: description.get(key) for key in ("tokens", "fit_seconds")}
+        variant = Variant(name=shown, kind="control", method=method, **cost)
         try:
             attached = build_adapter_methods(model, folder, check_base=config.check_base)
         except UserError as error:  # its base was trained meanwhile

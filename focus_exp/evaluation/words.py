@@ -16,11 +16,18 @@ CLASSES = (
     *("number", "other word", "inside a word", "space"),
 )
 # by how the Penn tag begins; IN is split, because Penn has one tag for "of" and for "because"
-PENN = {
-    "DT": "determiner", "PDT": "determiner", "WDT": "determiner", "IN": "preposition", "TO": "preposition",
-    "CC": "connective", "WRB": "connective", "PRP": "pronoun", "WP": "pronoun", "EX": "pronoun", "VB": "verb",
-    "MD": "verb", "NN": "noun", "JJ": "adjective", "RB": "adverb", "RP": "adverb", "CD": "number",
-}  # fmt: skip
+TAGS = {
+    "determiner": "DT PDT WDT",
+    "preposition": "IN TO",
+    "connective": "CC WRB",
+    "pronoun": "PRP WP EX",
+    "verb": "VB MD",
+    "noun": "NN",
+    "adjective": "JJ",
+    "adverb": "RB RP",
+    "number": "CD",
+}
+PENN = {tag: kind for kind, tags in TAGS.items() for tag in tags.split()}
 SUBORDINATORS = {
     *("although", "as", "because", "ere", "if", "lest", "since", "so", "than", "that", "though", "till", "unless"),
     *("until", "whereas", "whether", "while", "whilst"),

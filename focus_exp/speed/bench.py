@@ -56,10 +56,10 @@ class SpeedBenchmark:
         """Return the attention layer that is timed, of the model's shape."""
         attention, settings = self.config.attention, self.config.bench
         backend = "auto" if attention.backend == "masked" else attention.backend
-        return Layer(
-            model_shape(self.model), attention.window, getattr(attention, "sinks", 0), DTYPES[settings.dtype],
-            self.precision.device, backend, settings.repeats, settings.graphs and self.precision.device.type == "cuda",
-        )  # fmt: skip
+        device, local = self.precision.device, (attention.window, getattr(attention, "sinks", 0))
+        graphs = settings.graphs and device.type == "cuda"
+        shape, dtype = model_shape(self.model), DTYPES[settings.dtype]
+        return Layer(shape, *local, dtype, device, backend, settings.repeats, graphs)
 
     def run(self) -> Iterator[Measurement]:
         """Yield all measurements, and print each speedup."""

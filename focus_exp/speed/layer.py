@@ -171,10 +171,8 @@ def time_cases(
         seconds = time_in_turns(works, repeats, device)
     fastest = min((name for name in seconds if name.startswith(FULL)), key=lambda name: seconds[name])
     full = {"seconds": seconds[fastest], "peak_bytes": peaks[fastest.removesuffix(GRAPH)]}
-    shared = {
-        "seq_len": length, "layer": str(layer.shape), "dtype": str(layer.dtype).removeprefix("torch."),
-        "full_kernel": fastest.removeprefix(FULL), "repeats": repeats,
-    }  # fmt: skip
+    shared = {"seq_len": length, "full_kernel": fastest.removeprefix(FULL), "repeats": repeats}
+    shared |= {"layer": str(layer.shape), "dtype": str(layer.dtype).removeprefix("torch.")}
     for (number, case), clock in product(enumerate(cases), clocks):
         name, settings = f"{number} {clock}", {"clock": clock, **shared, **case.settings}
         if name in errors:

@@ -30,6 +30,8 @@ from focus_exp.training.precision import Precision
 
 DECODE_STEPS = 8  # tokens decoded one after the other in one measurement
 
+Context = Callable[[], AbstractContextManager[object]]
+
 
 @torch.no_grad()
 def prefill(call: Callable[..., Any], tokens: Tensor, precision: Precision) -> None:
@@ -37,7 +39,7 @@ def prefill(call: Callable[..., Any], tokens: Tensor, precision: Precision) -> N
         call(input_ids=tokens, use_cache=False, logits_to_keep=1)
 
 
-def run_in(context: Callable[[], AbstractContextManager[object]], work: Work) -> None:
+def run_in(context: Context, work: Work) -> None:
     with context():
         work()
 
@@ -144,9 +146,7 @@ def time_decode_model(
     if tokens.shape[1] <= decoded:
         raise RuntimeError(f"bench.decode_lengths must be > {decoded}, the tokens that are decoded")
     prompt, works, decoders = tokens[:, :-decoded], dict[str, Work](), dict[str, Decoder]()
-    contexts: dict[str, Callable[[], AbstractContextManager[object]]] = {
-        "full": partial(disable_method, model), "ours": nullcontext
-    }  # fmt: skip
+    contexts: dict[str, Context] = {"full": partial(disable_method, model), "ours": nullcontext}
     for (side, context), kind in product(contexts.items(), ("dynamic", "static")):
         with context():
             decoder = Decoder(model, prompt, precision, tokens.shape[1] if kind == "static" else None)

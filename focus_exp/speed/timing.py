@@ -66,12 +66,8 @@ def compare_times(
     time, full_time = ours.get("seconds"), full.get("seconds")
     value = full_time / time if time and full_time else None
     common: dict[str, Any] = {"settings": settings}
-    measured = [
-        Measurement(
-            variant=variant, metric="speedup", value=value, unit="x", reference="full", n=settings.get("repeats"),
-            density=density, **common,
-        )
-    ]  # fmt: skip
+    case: dict[str, Any] = {"variant": variant, "reference": "full", "density": density, "n": settings.get("repeats")}
+    measured = [Measurement(metric="speedup", value=value, unit="x", **case, **common)]
     for name, side, reference, kept in (("full", full, variant, 1.0), (variant, ours, "full", density)):
         common |= {"variant": name, "reference": reference, "density": kept}
         for metric, key, factor, unit in (
