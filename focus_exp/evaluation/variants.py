@@ -130,7 +130,8 @@ def router_variants(
         if routing == attention.routing:
             configured = variant
     is_calibrated = bool(config.recipe.router and config.recipe.router.balance_sequences)
-    if match_density and not is_causal(model) and is_calibrated:
+    has_counterpart = any(method.causal_counterpart for method in attached_methods(model).values())
+    if match_density and not is_causal(model) and is_calibrated and has_counterpart:
         yield from causal_counterparts(model, attention.routing)
     set_routing(model, hard=True, **attention.routing)
     if configured.group_fractions is None or not config.eval.controls:
