@@ -15,7 +15,7 @@ from focus_exp.attention.base import AttentionMethod
 from focus_exp.attention.selection import Selection, Sequence
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
-from focus_exp.errors import first_line
+from focus_exp.errors import UserError, first_line
 from focus_exp.models.methods import attached_methods, observe_selections
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement
@@ -114,7 +114,7 @@ class SpeedBenchmark:
         """Return the measurements of a clock; a failure becomes one with its error."""
         try:
             return list(measure(length))
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except (RuntimeError, UserError) as error:  # such as a method without a KV cache
             settings = {"clock": clock, "seq_len": length, "error": f"{type(error).__name__}: {first_line(error)}"}
         name, case = self.case
         return compare_times(name, {}, {}, case | settings)
