@@ -16,9 +16,9 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 from focus_exp.config import ModelConfig
 from focus_exp.errors import UserError
 from focus_exp.models import load as load_module
-from focus_exp.models.files import find_local_model
+from focus_exp.models.files import find_local_model, hash_model
 from focus_exp.models.gguf import choose_file
-from focus_exp.models.load import hash_weights, load_model
+from focus_exp.models.load import load_model
 from focus_exp.models.random import byte_tokenizer
 
 TOKENS = torch.arange(40)[None]
@@ -70,7 +70,7 @@ def test_run_gguf_is_trained_and_recorded(tmp_path):
     result = run(*command)
     assert result.code == 0, result.err
     record = record_of(tmp_path)
-    assert record.model["revision"] == hash_weights(str(file)) and record.model["used"] == str(file)
+    assert record.model["revision"] == hash_model(str(file)) and record.model["used"] == str(file)
     assert run(*command).code == 0  # finished, of the same file
 
 

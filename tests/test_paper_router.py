@@ -228,9 +228,9 @@ def test_claim_on_gsm8k_follows_the_limit(low, high, verdict):
 
 def save_run(folder, **config):
     folder.mkdir(parents=True)
-    Record(status="finished", experiment="groups", steps=0 if "adapter" in config else 60, config=config).save(
-        folder / "record.json"
-    )
+    steps = 0 if "adapter" in config else 60
+    record = Record(status="finished", experiment="groups", steps=steps, config=config, setup=config["job"])
+    record.save(folder / "record.json")
 
 
 @pytest.mark.parametrize(("job", "same"), [("analyze", True), ("train", False)])

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from builders import make_config
 
-from focus_exp.config_hash import config_hash
 from focus_exp.errors import UserError
+from focus_exp.identity import identity
+from focus_exp.models.files import hash_model
 from focus_exp.results.environment import commit
 from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_measurements, read_measurements
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.results.record import Record
-from focus_exp.results.run_dir import run_folder
-from focus_exp.results.setup import setup_key
+from focus_exp.results.run_dir import name_data, name_model, run_folder
+from focus_exp.runs.open import setup_key
 
 
 def test_measurements_written_and_read_are_equal(tmp_path: Path) -> None:
@@ -55,24 +56,26 @@ def test_damaged_lines_of_a_log_are_left_out(tmp_path: Path) -> None:
         (["assets=hub", "data.source=files", "data.files=t/a.txt"], ("gpt2", "a")),
     ],
 )
-def test_run_folder_is_named_after_what_runs(overrides: list[str], names: tuple[str, str]) -> None:
-    config = make_config("+experiment=retrofit_124m", *overrides, "trainer.accelerator=cpu")
+def test_model_and_data_are_named_after_what_runs(overrides: list[str], names: tuple[str, str]) -> None:
+    config = make_config(*overrides)
+    assert (name_model(config), name_data(config)) == names
+
+
+def test_run_folder_is_named_after_what_runs() -> None:
+    config = make_config("+experiment=retrofit_124m", "assets=embedded", "trainer.accelerator=cpu")
     folder = run_folder(config)
-    assert folder.parts[:2] == ("runs", "retrofit")
-    assert folder.parts[2] == f"{names[0]}-{names[1]}-cpu"
-    assert folder.name == f"focus-seed0-{config_hash(config)}"
+    assert folder.parts[:3] == ("runs", "retrofit", "smollm2_135m_q4-books-cpu")
+    assert folder.name == f"focus-seed0-{identity(config)[:8]}"
 
 
 def test_setup_key_differs_by_what_is_computed_alone() -> None:
-    config = {"seed": 0, "attention": {"groups": 4, "cap": None}, "eval": {"tasks": []}}
-    record = Record(status="finished", experiment="x", config=config, device="cpu, 1 threads, float32", steps=3)
-    other_seed = replace(
-        record, config=config | {"seed": 1, "eval": {"tasks": ["piqa"]}}, device="cpu, 2 threads, bf16"
-    )
-    without_default = replace(record, config=config | {"attention": {"groups": 4}})
-    assert setup_key(record) == setup_key(other_seed) == setup_key(without_default)
-    for change in ({"steps": 4}, {"model": {"fingerprint": "cd"}}, {"config": config | {"attention": {"groups": 8}}}):
-        assert setup_key(replace(record, **change)) != setup_key(record)
+    config, other_seed = make_config(), make_config("seed=1", "eval.tasks=[piqa]", "model.revision=ab12")
+    record = Record(status="finished", experiment="x", device="cpu, 1 threads, float32", steps=3)
+    other_device = replace(record, device="cpu, 2 threads, bf16")
+    assert setup_key(config, record) == setup_key(other_seed, other_device)
+    for change in ({"steps": 4}, {"model": {"fingerprint": "cd"}}, {"device": "cuda, bf16"}):
+        assert setup_key(config, replace(record, **change)) != setup_key(config, record)
+    assert setup_key(make_config("attention.groups=8"), record) != setup_key(config, record)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +98,26 @@ def test_commit_names_changes_and_is_none_outside_of_git(monkeypatch, answers, e
 
     monkeypatch.setattr(subprocess, "run", git)
     assert commit.__wrapped__() == expected
+
+
+def test_identity_has_contents_of_local_files_in_place_of_their_names(tmp_path: Path) -> None:
+    for name, text in {"a": "one", "b": "one", "c": "two"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(text)
+    a, b, c = (identity(make_config("data=files", f"data.files={tmp_path / name}")) for name in "abc")
+    assert a == b != c
+
+
+def test_hash_of_a_large_model_reads_pages_of_it(tmp_path: Path) -> None:
+    size, hashes = 3 * 2**30, set()
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    for place in (None, 0, size // 2, size - 3 * 2**20):
+        with weights.open("wb") as file:
+            file.truncate(size)
+            if place is not None:  # as many bytes as a small weight has
+                file.seek(place)
+                file.write(b"x" * 2**22)
+            file.truncate(size)
+        hashes.add(hash_model(str(tmp_path)))
+    assert len(hashes) == 4

@@ -14,8 +14,10 @@ FILES = sorted((ROOT / "focus_exp").rglob("*.py"))
 LAYERS = [
     {"attention", "errors", "progress"},
     {"config", "launcher", "storage"},
-    {"assets", "config_hash"},
-    {"checks", "data", "models", "results"},
+    {"assets"},
+    {"checks", "data", "models"},
+    {"identity"},
+    {"results"},
     {"cli", "reporting", "training"},
     {"budget", "fitting", "speed"},
     {"evaluation"},

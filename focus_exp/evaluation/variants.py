@@ -17,8 +17,8 @@ from focus_exp.attention.baselines.random_groups import RandomGroups
 from focus_exp.attention.baselines.window import WindowOnly
 from focus_exp.attention.registry import find
 from focus_exp.config import Config
-from focus_exp.config_hash import hash_adapter
 from focus_exp.errors import UserError, first_line
+from focus_exp.identity import hash_adapter
 from focus_exp.models.adapter import adapter_name, build_adapter_methods, read_description
 from focus_exp.models.lora import describe_lora
 from focus_exp.models.methods import (

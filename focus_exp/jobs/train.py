@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FocusOptions
 from focus_exp.config import Config, FitConfig, RecipeConfig, TuneConfig, get_method_options
-from focus_exp.config_hash import config_hash
 from focus_exp.data import SequenceDataset, load_corpus
 from focus_exp.errors import UserError, first_line
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.fitting.balance import balance_groups
 from focus_exp.fitting.cache import fit_attached
 from focus_exp.fitting.focus import temporary_calibration, warm_start
+from focus_exp.identity import identity
 from focus_exp.jobs.evaluate import load_trained
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
@@ -70,7 +70,7 @@ def train(config: Config) -> None:
     same result without a speedup.
     """
     fitted = compose_fit_variants(config)
-    hashes = {name: config_hash(variant) for name, variant in fitted.items()}
+    hashes = {name: identity(variant)[:8] for name, variant in fitted.items()}
     check_fit_variants(config, hashes)
     if print_finished(config):
         return

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -15,6 +17,7 @@ from focus_exp.errors import UserError, first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # one of these
 TOKENIZER_EXTRAS = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+PAGE, PAGES, MEBIBYTE = 4096, 1024, 2**20
 GIVE_PATH = "Give a folder written by save_pretrained, a .safetensors file in one, or a .gguf file"
 CHECK_HUB = "Check model.hub_id and model.revision. A gated model needs its terms accepted and `hf auth login`."
 GIVE_CAUSAL = "Give a causal language model with model.hub_id or model.path."
@@ -52,6 +55,42 @@ def find_local_model(path: str) -> tuple[Path, Path | None]:
         raise UserError(f"model.path={path}: {folder} has no config.json. {fix}.")
     has_usual_name = place == folder or place.stem == "model" or SHARD.search(place.stem)
     return folder, None if has_usual_name else place
+
+
+def is_gguf(file: Path | None) -> TypeGuard[Path]:
+    return file is not None and file.suffix == ".gguf"
+
+
+def hash_model(path: str) -> str:
+    """Hash the configuration, weights and tokenizer of a local model to twelve hex digits."""
+    folder, file = find_local_model(path)
+    if is_gguf(file):  # which has all of them
+        return hash_files([file])
+    weights = [file.name] if file else ["*.safetensors", "*.bin"]
+    patterns = ("config.json", *weights, *TOKENIZER_FILES, *TOKENIZER_EXTRAS)
+    return hash_files(sorted(place for pattern in patterns for place in folder.glob(pattern)))
+
+
+def hash_files(files: list[Path]) -> str:
+    """Hash names and contents of files to twelve hex digits; see `hash_pages`."""
+    hashes = [f"{file.name} {hash_pages(file, (s := file.stat()).st_size, s.st_mtime_ns)}" for file in files]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:12]
+
+
+@cache
+def hash_pages(path: Path, size: int, modified: int) -> str:
+    """Hash the size and content of a file; of one from 64 MiB on, pages that are spread over it, the first among them.
+
+    140 GB of weights in 30 files take at most 30,720 pages, which is seconds. Training moves all pages of a tensor.
+
+    size, modified: bytes and mtime, keys of the cache.
+    """
+    digest, step = hashlib.sha256(str(size).encode()), PAGE if size < 64 * MEBIBYTE else max(MEBIBYTE, size // PAGES)
+    with path.open("rb") as content:
+        for begin in range(0, size, step):
+            content.seek(begin)
+            digest.update(content.read(PAGE))
+    return digest.hexdigest()
 
 
 def is_packed(parameter: Tensor) -> bool:

@@ -7,10 +7,9 @@ import json
 import re
 import sys
 from dataclasses import dataclass, replace
-from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, model_info, snapshot_download
@@ -32,13 +31,14 @@ from focus_exp.config import ModelConfig, is_shipped
 from focus_exp.errors import UserError
 from focus_exp.models import gguf
 from focus_exp.models.files import (
-    TOKENIZER_EXTRAS,
-    TOKENIZER_FILES,
     check_head,
     check_tokenizer,
     check_weights,
     explain_load_error,
     find_local_model,
+    hash_files,
+    hash_model,
+    is_gguf,
     is_packed,
 )
 from focus_exp.models.random import architecture_config, byte_tokenizer, random_model
@@ -52,7 +52,6 @@ NON_NUMERIC_FIELDS = {
     *("output_hidden_states", "problem_type", "return_dict", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 }
-PAGE, MEBIBYTE = 4096, 2**20
 
 
 @dataclass
@@ -190,7 +189,7 @@ def find_source(cfg: ModelConfig, assets: str, cache: Path) -> Source | None:
     """Find the pretrained model that `cfg` names; None if it names none."""
     if cfg.path:
         folder, file = find_local_model(cfg.path)
-        revision = hash_weights(cfg.path)
+        revision = hash_model(cfg.path)
         if is_gguf(file):
             folder, file = gguf.convert_once(file, revision, cache), None
         return Source(str(folder), {}, Provenance(cfg.path, cfg.path, "local", revision), file.name if file else None)
@@ -304,42 +303,3 @@ def select_numerics(config: PreTrainedConfig) -> dict[str, Any]:
         return {name: select(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
     return select(json.loads(json.dumps(config.to_dict(), default=str)))
-
-
-def is_gguf(file: Path | None) -> TypeGuard[Path]:
-    return file is not None and file.suffix == ".gguf"
-
-
-def hash_weights(path: str) -> str:
-    """Hash a local model's configuration and weights to twelve hex digits."""
-    folder, file = find_local_model(path)
-    if is_gguf(file):
-        return hash_files([file])
-    patterns = ("config.json", *([file.name] if file else ["*.safetensors", "*.bin"]))
-    return hash_files(sorted(place for pattern in patterns for place in folder.glob(pattern)))
-
-
-def hash_tokenizer_files(path: str) -> str | None:
-    """Hash the tokenizer files of a local model; None for a GGUF, whose weights file has them."""
-    folder, weights = find_local_model(path)
-    files = [folder / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS)]
-    return None if is_gguf(weights) else hash_files([file for file in files if file.is_file()])
-
-
-def hash_files(files: list[Path]) -> str:
-    hashes = [f"{file.name} {hash_pages(file, (s := file.stat()).st_size, s.st_mtime_ns)}" for file in files]
-    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:12]
-
-
-@cache
-def hash_pages(path: Path, size: int, modified: int) -> str:
-    """Hash the size and content of a file; of a file from 64 MiB on, one page per MiB.
-
-    size, modified: bytes and mtime, keys of the cache.
-    """
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as content:
-        for begin in range(0, size, PAGE if size < 64 * MEBIBYTE else MEBIBYTE):
-            content.seek(begin)
-            digest.update(content.read(PAGE))
-    return digest.hexdigest()

@@ -8,7 +8,6 @@ from typing import Any
 from focus_exp.reporting.frame import BASE, Row, matches, read_yaml
 from focus_exp.results.losses import TEXT
 from focus_exp.results.record import Record
-from focus_exp.results.setup import setup_key
 
 
 def join_variants(runs: Mapping[str, Record], rows: Mapping[str, list[Any]]) -> list[Any]:
@@ -21,7 +20,8 @@ def join_variants(runs: Mapping[str, Record], rows: Mapping[str, list[Any]]) -> 
     joined: list[Any] = []
     for name, run in runs.items():
         own = rows[name]
-        facts = {"variant": name, "variant_setup": setup_key(run), "trainable_params": trained_parameters(run)}
+        setup, trained = run.setup or run.config_hash, trained_parameters(run)
+        facts = {"variant": name, "variant_setup": setup, "trainable_params": trained}
         if not base and any(row.kind == BASE and row.source == "rows" for row in own):
             base = [row for row in own if row.kind == BASE and row.source in ("rows", "benchmarks")]
         primary = next((r for r in own if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())

@@ -30,7 +30,6 @@ from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measuremen
 from focus_exp.results.metrics import METRICS, read_metrics
 from focus_exp.results.record import Record
 from focus_exp.results.runs import find_variants, load_variants, read_runs
-from focus_exp.results.setup import setup_key
 
 QUICK = "quick"
 QUALITY = ("perplexity", "nll", "nll_change")
@@ -143,7 +142,7 @@ def measured_rows(record: Record, facts: Mapping[str, Any]) -> list[Any]:
 def describe_run(name: str, record: Record) -> dict[str, Any]:
     """Return the provenance of a run; times in seconds. variant: its name in a comparison, or ""."""
     model, data = record.model, record.data
-    key, variant = setup_key(record), record.config.get("variant") or ""
+    key, variant = record.setup or record.config_hash, record.config.get("variant") or ""
     is_local = model.get("source") == "local"  # named after its folder, which says nothing elsewhere
     parts = {f"{part}_{name}": facts.get(name) for part, facts in (("model", model), ("data", data)) for name in ASSET}
     return parts | {

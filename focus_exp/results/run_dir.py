@@ -6,7 +6,7 @@ from pathlib import Path
 
 from focus_exp.assets import uses_embedded
 from focus_exp.config import Config, is_shipped
-from focus_exp.config_hash import config_hash
+from focus_exp.identity import identity
 from focus_exp.results.record import Record
 
 EMBEDDED_MODEL, EMBEDDED_DATA = "smollm2_135m_q4", "books"  # names of the substitutes without the Hub
@@ -19,7 +19,7 @@ def run_folder(config: Config) -> Path:
     those that they stand in for), cpu or cuda, and the variant, method or recipe.
     """
     used = f"{name_model(config)}-{name_data(config)}-{name_device(config)}"
-    name = f"{name_method(config)}-seed{config.seed}-{config_hash(config)}"
+    name = f"{name_method(config)}-seed{config.seed}-{identity(config)[:8]}"
     return Path(config.runs_dir) / name_experiment(config.experiment) / used / name
 
 

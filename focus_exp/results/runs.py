@@ -18,12 +18,11 @@ from typing import Any
 
 import pandas as pd
 
-from focus_exp.config_hash import flatten
 from focus_exp.errors import UserError
+from focus_exp.identity import flatten
 from focus_exp.results.losses import KEY, Losses
 from focus_exp.results.measurement import COLUMNS, from_frame, to_frame
 from focus_exp.results.record import RECORD, Record
-from focus_exp.results.setup import setup_key
 from focus_exp.storage import replace_file
 
 RUNS, MEASUREMENTS, LOSSES = "runs.jsonl", "measurements.parquet", "losses.parquet"
@@ -109,7 +108,7 @@ def _shorten(run: Record) -> dict[str, Any]:
             for part in key[:-1]:
                 place = place.setdefault(part, {})
             place[key[-1]] = value
-    shortened: dict[str, Any] = json.loads(replace(run, config=config, setup=setup_key(run)).format())
+    shortened: dict[str, Any] = json.loads(replace(run, config=config).format())
     return {key: value for key, value in shortened.items() if value not in (None, [], {}, "")}
 
 

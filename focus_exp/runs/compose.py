@@ -34,8 +34,8 @@ from focus_exp.config import (
     find_schema,
     is_fitted,
 )
-from focus_exp.config_hash import config_hash, flatten
 from focus_exp.errors import UserError, first_line
+from focus_exp.identity import flatten, identity
 from focus_exp.models.adapter import BASE_HINT, read_description
 from focus_exp.results.record import RECORD, Record
 
@@ -79,7 +79,7 @@ def compose_variants(config: Config) -> dict[str, Config]:
     variants = {name: compose_variant(config, name, command_overrides()) for name in chosen}
     names_by_run: dict[str, list[str]] = {}
     for name, variant in variants.items():
-        names_by_run.setdefault(config_hash(variant), []).append(name)
+        names_by_run.setdefault(identity(variant), []).append(name)
     if same := next((names for names in names_by_run.values() if len(names) > 1), None):
         raise UserError(
             f"variants must differ (got {', '.join(same)}, which are the same run). Leave out the setting that was "

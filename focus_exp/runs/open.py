@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -21,8 +22,8 @@ from pytorch_lightning.loggers import WandbLogger
 
 from focus_exp.assets import Provenance, cache_root
 from focus_exp.config import Config
-from focus_exp.config_hash import config_hash
 from focus_exp.errors import Interrupted, UserError, first_line
+from focus_exp.identity import identity
 from focus_exp.reporting.load import Results
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
@@ -51,6 +52,7 @@ class Run:
     loggers: list[WandbLogger] = field(default_factory=list)
 
     def save(self) -> None:
+        self.record.setup = setup_key(self.config, self.record)
         if is_main():
             self.record.save(self.folder / RECORD)
 
@@ -108,6 +110,16 @@ def open_run(config: Config) -> Iterator[Run]:
         yield run
 
 
+def setup_key(config: Config, record: Record) -> str:
+    """Hash what runs that differ in their seed alone share: settings, model, text, kind of device and training."""
+    # random weights are drawn from the seed
+    weights = None if record.model.get("source") == "random" else record.model.get("fingerprint")
+    used = [record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")]
+    device = record.device.partition(",")[0]  # cpu or cuda
+    key = [identity(config, of="setup"), *used, device, record.steps, record.tokens_seen]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
+
+
 def describe_work(config: Config) -> str:
     """Return one line on what is about to run."""
     phases = ", then ".join(f"{phase.steps} steps ({phase.trainable})" for _, phase in config.phases)
@@ -157,7 +169,7 @@ def record_run(config: Config) -> Iterator[Run]:
     finally:
         record.wall_seconds = (record.wall_seconds or 0.0) + time.perf_counter() - start
         record.peak_memory_bytes = max(record.peak_memory_bytes or 0, peak_memory())
-        record.save(folder / RECORD)
+        run.save()
         if record.status != "finished":
             if (folder / TABLE).exists():
                 write_run_report(folder)
@@ -190,7 +202,7 @@ def new_run(config: Config) -> Run:
         device=f"{device_name(precision.device)}, {precision}{processes}",
         seed=config.seed,
         config=json.loads(json.dumps(asdict(config))),
-        config_hash=config_hash(config),
+        config_hash=identity(config)[:8],
         **environment(),
     )
     return Run(config, run_folder(config), record, precision)

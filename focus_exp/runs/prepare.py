@@ -22,8 +22,9 @@ from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
+from focus_exp.identity import identity
 from focus_exp.models.adapter import read_adapter
-from focus_exp.models.load import count_positions, hash_tokenizer_files, load_model
+from focus_exp.models.load import count_positions, load_model
 from focus_exp.results.losses import LOSSES, TEXT, write_losses
 from focus_exp.results.run_dir import run_folder
 from focus_exp.runs.compose import base_overrides, compose_base, needs_base
@@ -92,10 +93,7 @@ def prepare(run: Run) -> Setup:
     )  # fmt: skip
     model, tokenizer = loaded.model, loaded.tokenizer
     parameters = sum(p.numel() for p in model.parameters())
-    tokenizer_hash = hash_tokenizer_files(config.model.path) if config.model.path else None
-    run.describe(
-        "model", loaded.provenance, f"{parameters:,} parameters", parameters=parameters, tokenizer=tokenizer_hash
-    )
+    run.describe("model", loaded.provenance, f"{parameters:,} parameters", parameters=parameters)
     place_base(model, config, run.precision.device)
     needed = count_training_tokens(config)
     corpus = load_corpus(config.data, tokenizer, assets=config.assets, cache=cache, train_tokens=needed)
@@ -133,16 +131,8 @@ def prepare(run: Run) -> Setup:
 
 def shared_folder(run: Run, text: TokenStream, prefix: list[int], cache: Path) -> Path:
     """Return where runs share the scores of the same unmodified model on the same text, whatever else they score."""
-    config, settings = run.config, run.config.eval
-    settings = replace(
-        settings, name="", controls=True, bounds=True, top_k=[], adapters=[], fit_variants=[], tasks=[],
-        long_range_distance=None, request_batch_size=1, batch_size=1,
-    )  # fmt: skip
-    key = [
-        SCORES_FORMAT, config.model, run.record.model["fingerprint"], run.record.model.get("tokenizer"), text.digest,
-        settings, config.assets, run.precision.name,
-        run.precision.device.type, *([prefix] if len(prefix) > 1 else []),
-    ]  # fmt: skip
+    used = [SCORES_FORMAT, identity(run.config, of="base"), run.record.model["fingerprint"], text.digest, prefix]
+    key = [*used, run.precision.name, run.precision.device.type]
     return cache / "scores" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 

@@ -1,15 +1,12 @@
-"""Earlier runs of a configuration: finished or to be resumed, and their unchanged inputs."""
+"""Earlier runs of a configuration: finished or to be resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from focus_exp.config import Config
-from focus_exp.data.texts import find_texts, hash_texts
 from focus_exp.errors import UserError
-from focus_exp.models.load import hash_tokenizer_files, hash_weights
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.results.record import Record
 from focus_exp.results.run_dir import earlier_record, lock_path, run_folder
@@ -21,14 +18,8 @@ PARTS = (CHECKPOINTS, "evaluation", "benchmarks")
 
 
 def finished_record(config: Config) -> Record | None:
-    """Return the record of this configuration if it finished before.
-
-    Raises:
-        UserError: if files that the run read have changed since.
-    """
+    """Return the record of this configuration if it finished before."""
     record = earlier_record(config)
-    if record is not None:
-        check_inputs(config, record)
     return record if record and record.status == "finished" else None
 
 
@@ -45,25 +36,6 @@ def print_finished(config: Config) -> bool:
     print((folder / TABLE).read_text(encoding="utf-8"))
     print(f"already finished on {record.device}: {folder}. Type overwrite=true to run it again.")
     return True
-
-
-def check_inputs(config: Config, record: Record) -> None:
-    """Raise UserError if local files have changed since the run started. Missing files are accepted."""
-    texts = config.data.files if config.data.source == "files" else None
-    inputs: list[tuple[str, str | None, str | None, Callable[[str], str | None]]] = [
-        ("data.files", texts, record.data.get("revision"), lambda place: hash_texts(find_texts(place))),
-        ("model.path", config.model.path, record.model.get("revision"), hash_weights),
-        ("the tokenizer of model.path", config.model.path, record.model.get("tokenizer"), hash_tokenizer_files),
-    ]
-    for key, place, then, digest in inputs:
-        if place is None or then is None:
-            continue
-        try:
-            now = digest(place)
-        except (UserError, OSError):
-            continue
-        if now not in (None, then):
-            raise UserError(f"{key} must be that of {run_folder(config)}, {then} (got {place}, {now}). {REPEAT}")
 
 
 def check_fit_variants(config: Config, hashes: dict[str, str]) -> None:
