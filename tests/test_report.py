@@ -8,7 +8,7 @@ from focus_exp.reporting.format import to_latex, to_markdown
 from focus_exp.reporting.frame import Row, read_yaml, to_frame
 from focus_exp.reporting.load import Results, load_results
 from focus_exp.reporting.paper_specs import paper_rows
-from focus_exp.reporting.report import report_files, report_tables, write_report
+from focus_exp.reporting.report import report_tables, write_report
 from focus_exp.reporting.tables import break_even, speed
 
 
@@ -23,20 +23,16 @@ def test_claims_paper_ratios_are_printed_in_the_paper():
         assert set(entry.get("below", {}).get("paper_ratio", [])) <= printed, entry["id"]
 
 
-def test_report_files_have_all_formats(published, content):
-    files = report_files(published, content)
-    assert {"report.md", "report.tex", "claims.csv"} <= set(files)
-    assert files["report.tex"].count(r"\begin{longtable}") > 15
-
-
 def test_format_tables_escape_markup():
     table = pd.DataFrame({"a|b": ["1 % & <x>"]})
     assert to_markdown(table) == "| a\\|b |\n| --- |\n| 1 % & <x> |\n"
-    assert r"1 \% \& <x>" in to_latex(table)
+    assert r"1 \% \& <x>" in to_latex(table, "caption")
 
 
-def test_write_report_writes_figures(published, content, tmp_path):
+def test_write_report_writes_all_formats_and_figures(published, content, tmp_path):
     write_report(published, content, tmp_path)
+    assert (tmp_path / "report.md").exists()
+    assert (tmp_path / "report.tex").read_text().count(r"\begin{longtable}") > 15
     assert len(content["claims"]) == len(pd.read_csv(tmp_path / "claims.csv")) == 41
     drawn = {path.stem for path in (tmp_path / "figures").glob("*.svg")}
     assert drawn == {"frontier", "figure1", "speed", "passage", "passage_paper"}

@@ -111,7 +111,6 @@ def _evaluate(claim: Claim, frame: pd.DataFrame, results: Results) -> tuple[dict
     judgement, other = claim.judge(paper), claim.judge(own)
     if results.is_quick:
         judgement, other = (replace(j, verdict=INCONCLUSIVE) if j.rows else j for j in (judgement, other))
-    own_cells = {"own_verdict": other.verdict, "own_reduced_budget": claim.is_reduced(other)} if own else {}
     if own and not paper:
         judgement = replace(other, verdict=DIFFERENT_ROUTER)
     rows = paper or own
@@ -128,8 +127,8 @@ def _evaluate(claim: Claim, frame: pd.DataFrame, results: Results) -> tuple[dict
         "verdict": judgement.verdict,
         "reduced_budget": claim.is_reduced(judgement),
         **{f"own_{name}": getattr(other.row, name) for name in ("value", "low", "high")},
-        **dict.fromkeys(("own_verdict", "own_reduced_budget")),
-        **own_cells,
+        "own_verdict": other.verdict if own else None,
+        "own_reduced_budget": claim.is_reduced(other) if own else None,
         "sparsity": row.sparsity,
         "seeds": len(row.seeds or ()) or None,
         "models": len({compared.model for compared in judgement.rows}) or None,

@@ -27,11 +27,11 @@ def format_significant(value: Any) -> str:
     return f"{value:,.{digits}f}" if abs(value) >= 0.9995 else f"{value:.3g}"
 
 
-def format_interval(value: Any, low: Any = None, high: Any = None, digits: int = 1, sign: bool = False) -> str:
+def format_interval(value: Any, low: Any = None, high: Any = None, sign: bool = False) -> str:
     """Format a value with its 95 % interval: 1.5 [0.4, 2.7]."""
     if pd.isna(value):
         return ABSENT
-    style = f"{'+' if sign else ''},.{digits}f"
+    style = "+,.1f" if sign else ",.1f"
     text = format(value, style)
     return text if pd.isna(low) or pd.isna(high) else f"{text} [{low:{style}}, {high:{style}}]"
 
@@ -65,6 +65,6 @@ def to_markdown(table: pd.DataFrame) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def to_latex(table: pd.DataFrame, caption: str = "") -> str:
+def to_latex(table: pd.DataFrame, caption: str) -> str:
     """Return a LaTeX longtable."""
-    return str(table.to_latex(index=False, escape=True, longtable=True, caption=caption or None))
+    return str(table.to_latex(index=False, escape=True, longtable=True, caption=caption))

@@ -40,6 +40,7 @@ SETTING_COLUMNS |= {f"{name}_metric": name for name in ("primary", "deciding")}
 RECORDED = ("experiment", "status", "error", "started", "command", "config_hash", "seed", "device", "steps")
 CONFIGURED = {"requested_model": "model.name", "budget": "budget.name", "num_groups": "attention.groups"}
 CONFIGURED |= {"attention": "attention.method", "window": "attention.window", "seq_len": "eval.seq_len"}
+CONFIGURED |= {"lora_rank": "recipe.lora.rank"}
 ASSET = ("requested", "used", "source", "fingerprint")  # of the model and of the text
 
 
@@ -162,7 +163,6 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
         "device_kind": record.device.partition(",")[0],
         "is_causal": record.method.get("causal", True),
         "train_tokens": record.tokens_seen,
-        "lora_rank": (record.setting("recipe", "lora") or {}).get("rank"),
         "seconds": record.wall_seconds,
         "warnings": "; ".join(record.warnings),
     }

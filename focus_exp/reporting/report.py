@@ -58,21 +58,15 @@ def report_tables(results: Results) -> dict[str, pd.DataFrame]:
 
 def write_report(results: Results, content: dict[str, pd.DataFrame], folder: Path) -> None:
     """Write the report, figures and a CSV file of each of its tables."""
-    for name, text in report_files(results, content).items():
-        replace_file(folder / name, text.encode())
-    save_figures(report_figures(content), folder / "figures")
-    for name, drawing in groups.draw_passages(groups.latest_analyses(results)).items():
-        replace_file(folder / "figures" / f"{name}.svg", drawing.encode())
-
-
-def report_files(results: Results, content: dict[str, pd.DataFrame]) -> dict[str, str]:
-    """Return the text of each file of the report by its name."""
-    markdown = render_markdown(results, content)
-    shown = [("Verdicts", verdict_table(content["claims"]))]
+    shown = [("Verdicts", content["verdicts"])]
     shown += [(t.attrs["spec"].title, display_table(t)) for t in content.values() if "spec" in t.attrs]
     latex = "\n".join(to_latex(table, title) for title, table in shown)
-    tables = {f"{name}.csv": table.to_csv(index=False) for name, table in content.items()}
-    return {f"{REPORT}.md": markdown, f"{REPORT}.tex": latex} | tables
+    files = {f"{REPORT}.md": render_markdown(results, content), f"{REPORT}.tex": latex}
+    files |= {f"{name}.csv": table.to_csv(index=False) for name, table in content.items()}
+    drawings = groups.draw_passages(groups.latest_analyses(results))
+    for name, text in (files | {f"figures/{name}.svg": drawing for name, drawing in drawings.items()}).items():
+        replace_file(folder / name, text.encode())
+    save_figures(report_figures(content), folder / "figures")
 
 
 def describe_setup(results: Results) -> str:

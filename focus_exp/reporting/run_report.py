@@ -21,7 +21,7 @@ from focus_exp.reporting.format import (
     format_significant,
     to_markdown,
 )
-from focus_exp.reporting.frame import BASE, filter_rows, read_yaml, to_rows
+from focus_exp.reporting.frame import BASE, FULL, filter_rows, read_yaml, to_rows
 from focus_exp.reporting.groups import describe_groups, draw_passages, groups_table, list_pairs, pairs_table
 from focus_exp.reporting.load import Results, load_run, read_log
 from focus_exp.results.record import RECORD, Record
@@ -90,14 +90,14 @@ def quality_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Perplexity and its paired changes; one row for each routing, control or variant."""
     scored = to_rows(filter_rows(rows, {"source": "rows", "metric": "perplexity"}))
     reference = next((row.variant or row.name for row in scored if row.primary), BASE)
-    changes = {_key(row): row for row in to_rows(filter_rows(rows, {"source": "rows", "metric": "nll_change"})[::-1])}
+    changes = format_changes(filter_rows(rows, {"source": "rows", "metric": "nll_change"}))
     shown = [
         {
             "variant": row.variant or row.name,
             "routing": row.name,
             "perplexity": "failed" if row.error else format_number(row.value),
-            "ΔPPL [%], base": _change(changes.get(_key(row, BASE))),
-            f"ΔPPL [%], {reference}"[:25]: _change(changes.get(_key(row, reference))),
+            "ΔPPL [%], base": changes.get((row.subject, row.variant, BASE), ABSENT),
+            f"ΔPPL [%], {reference}"[:25]: changes.get((row.subject, row.variant, reference), ABSENT),
             "sparsity [%]": format_percent(row.sparsity),
             "distant density [%]": format_percent(row.distant_density),
             "largest group [%]": format_percent(row.largest_group),
@@ -113,18 +113,15 @@ def without_repeated_routing(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns="routing") if len(frame) and (frame.routing == frame.variant).all() else frame
 
 
-def _key(row: Any, reference: str | None = None) -> tuple[Any, ...]:
-    return row.subject, row.variant, reference or row.reference
-
-
-def _change(row: Any) -> str:
-    return ABSENT if row is None else format_change(row.value, row.low, row.high, row.unit)
+def format_changes(rows: pd.DataFrame) -> dict[tuple[Any, ...], str]:
+    """Return paired changes as text by subject, variant and reference; of repeated ones the first."""
+    changed = to_rows(rows[::-1])
+    return {(r.subject, r.variant, r.reference): format_change(r.value, r.low, r.high, r.unit) for r in changed}
 
 
 def benchmark_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Return scores and paired changes from full attention, in per cent and points."""
-    changed = to_rows(filter_rows(rows, {"source": "benchmarks", "metric": "score_change"})[::-1])
-    changes = {_key(row, BASE): row for row in changed}
+    changes = format_changes(filter_rows(rows, {"source": "benchmarks", "metric": "score_change"}))
     shown = []
     for row in to_rows(filter_rows(rows, {"source": "benchmarks", "metric": "score"})):
         failure = row.error and ("left out" if row.left_out else "failed")
@@ -135,7 +132,7 @@ def benchmark_table(rows: pd.DataFrame) -> pd.DataFrame:
                 "variant": BASE if row.kind == BASE or row.variant is None else row.variant,
                 "routing": row.subject.partition(f" {row.task} ")[0],
                 "score": failure or (format_percent if row.unit == "fraction" else format_number)(row.value),
-                "change": _change(changes.get(_key(row, BASE))),
+                "change": changes.get((row.subject, row.variant, FULL), ABSENT),
                 "sparsity [%]": format_percent(row.sparsity) + (" †" if row.mask_active is False else ""),
                 "items": format_number(row.n, 0),
             }

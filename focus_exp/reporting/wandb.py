@@ -66,14 +66,9 @@ def log_run(run: Any, results: Results, tables: Mapping[str, pd.DataFrame]) -> N
 
 def dashboard_tables(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """Return the report's tables as the report shows them, by the names of its CSV files; empty ones are left out."""
-    shown = {}
-    for name, table in tables.items():
-        if name == "claims":
-            shown[name] = verdict_table(table)
-        elif name == "methods":
-            shown[name] = methods_table(table)
-        else:
-            shown[name] = display_table(table) if "spec" in table.attrs else table
+    text = {"claims": verdict_table, "methods": methods_table}
+    text |= {name: display_table for name, table in tables.items() if "spec" in table.attrs}
+    shown = {name: text[name](table) if name in text else table for name, table in tables.items()}
     return {name: table for name, table in shown.items() if not table.empty}
 
 

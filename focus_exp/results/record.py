@@ -124,9 +124,12 @@ class Record:
         final = (m for m in self.measurements if not m.settings.get("phase"))
         return next((m.value for m in final if (m.metric, m.variant, m.reference) == cells), None)
 
-    def setting(self, section: str, key: str, default: Any = None) -> Any:
-        """Return a value of the resolved config."""
-        return (self.config.get(section) or {}).get(key, default)
+    def setting(self, *keys: str) -> Any:
+        """Return a value of the resolved config, None where it has none."""
+        value: Any = self.config
+        for key in keys:
+            value = (value or {}).get(key)
+        return value
 
     def save(self, path: str | Path) -> None:
         """Write measurements, then the record."""
