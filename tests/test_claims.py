@@ -42,6 +42,8 @@ def make_change(low, high, **cells):
         (0.1, 0.2, None, {"causal": False}, "not reproduced"),
         (0.1, 0.2, None, {"reference_causal": False}, "non-causal"),
         (-0.2, -0.1, None, {"reference_causal": False}, "reproduced"),
+        (-0.2, -0.1, None, {"causal": False, "reference_causal": False}, "reproduced"),
+        (0.1, 0.2, None, {"causal": False, "reference_causal": False}, "not reproduced"),
     ],
 )
 def test_below_follows_the_interval(low, high, size, cells, verdict):
@@ -210,9 +212,10 @@ def test_aggregate_seeds_keeps_kernels_of_timings_apart():
     assert sorted(row.path for row in aggregate_seeds(to_frame(rows))) == ["flash", "triton"]
 
 
-@pytest.mark.parametrize(("path", "value", "verdict"), [
-    ("flash", 2.0, "reproduced"), ("flash", 0.5, "not reproduced"), ("triton", 2.0, "not run")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "value", "verdict"),
+    [("flash", 2.0, "reproduced"), ("flash", 0.5, "not reproduced"), ("triton", 2.0, "not run")],
+)
 def test_claim_of_no_custom_kernels_is_about_flash_alone(path, value, verdict):
     (claim,) = (Claim.read(entry) for entry in read_yaml("claims") if entry["id"] == "T6.5")
     cells = {"clock": "attention", "assignment": "balanced", "groups": 8, "top_k": 1, "path": path}

@@ -61,15 +61,6 @@ def test_fill_writes_cells_of_a_table_by_its_labels():
         fill(page.replace("{}", "?").replace("by hand | ? | -", "by hand | ? | ?"), TABLES)
 
 
-def test_pages_have_the_numbers_of_the_report():
-    files = (ROOT / "runs" / "records" / "report").glob("*.csv")
-    report = {path.stem: pd.read_csv(path, dtype=str, keep_default_na=False) for path in files}
-    pages = fill_pages(ROOT / "runs" / "records", report)
-    assert ROOT / "README.md" in pages
-    for page, text in pages.items():
-        assert page.read_text(encoding="utf-8") == text
-
-
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "results.md"], ids=lambda page: page.name)
 def test_page_has_no_line_that_opens_with_a_number(page):
     """CommonMark reads a line that opens with a comment as HTML."""

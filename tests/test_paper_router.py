@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from builders import compose_config
 
-from focus_exp.reporting.claims import Claim, evaluate_claims, keeps
+from focus_exp.reporting.claims import evaluate_claims, keeps
 from focus_exp.reporting.frame import BASE, Row, read_yaml, to_frame
 from focus_exp.reporting.load import Results, load_results
 from focus_exp.reporting.paper_specs import join_key, paper_rows, read_specs
@@ -141,17 +141,6 @@ def test_claim_without_a_run_of_the_papers_router_has_a_different_router():
     assert (row.verdict, row.own_verdict) == ("different router", "not reproduced")
 
 
-def test_claim_of_a_noncausal_router_is_noncausal_where_it_would_hold():
-    assert verdict_of("T5.1", make_change("focus_paper", -0.2, -0.1, **PAPERS)).verdict == "non-causal"
-
-
-def test_claim_between_two_noncausal_routers_is_decided():
-    for low, verdict in ((-0.2, "same direction"), (0.1, "not reproduced")):
-        change = make_change("focus_paper", low, low + 0.05, reference="routing_transformer", **PAPERS)
-        row = verdict_of("T1.7", change | {"reference_causal": False}, experiment="compare")
-        assert row.verdict == verdict
-
-
 @pytest.mark.parametrize(("steps", "reduced"), [(999, True), (1000, False)])
 def test_verdict_from_under_a_quarter_of_the_steps_is_a_reduced_budget(steps, reduced):
     claims = evaluate_claims(make_results("full_training", make_change("focus_paper", 0.1, 0.2, steps=steps)))
@@ -167,21 +156,6 @@ def test_reduced_budget_of_alignment_and_speed_follow_their_own_steps():
     timing = {"source": "speed", "metric": "speedup", "clock": "attention", "assignment": "balanced", "groups": 4}
     row = {**timing, "top_k": 1, "tokens": 65536, "value": 5.0, "unit": "x", "steps": 0}
     assert not verdict_of("T7.1", row, experiment="speed").reduced_budget
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "cells", "verdict"),
-    [
-        (-0.05, -0.03, {"causal": True}, "reproduced"),
-        (0.01, 0.02, {"causal": False}, "not reproduced"),
-        (-0.05, -0.03, {"causal": False}, "non-causal"),
-        (-0.001, 0.001, {"causal": False, "mask_active": False}, "mask inactive"),
-    ],
-)
-def test_claim_on_perplexity_at_top_2(low, high, cells, verdict):
-    (entry,) = [entry for entry in read_yaml("claims") if entry["id"] == "T7.4"]
-    row = Row(**make_change(None, low, high, seeds=(0,), **cells))
-    assert Claim.read(entry).judge([row]).verdict == verdict
 
 
 def make_score(low, high=0.002, model="a", **cells):
