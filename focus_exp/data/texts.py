@@ -21,7 +21,6 @@ from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from string import whitespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ PACKAGE_PREFIX = "package:"
 TEXT_SUFFIXES, ROW_SUFFIXES, UNREADABLE_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".json", ".csv")
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".lz4")
 LEAVE_OUT = "leave it out with a glob in data.files"
-BYTE_ORDER_MARK = "\ufeff"
 HELD_OUT = 20  # one document in 20 is for validation, one for test
 BLOCK = 2**20  # bytes or characters read at once
 TOKEN_CHARACTERS, LEAST_CHARACTERS = 16, 2**18  # read for a token, far more than it has on average; in all
@@ -70,7 +68,7 @@ class TextFile:
     def parts(self) -> Iterator[str]:
         """Yield the text in order, as parts of bounded size."""
         for number, part in enumerate(read_parts(self.path)):
-            yield part.removeprefix(BYTE_ORDER_MARK) if number == 0 else part
+            yield part.removeprefix("\ufeff") if number == 0 else part
 
     def texts(self, column: str, rows: Collection[int] | None = None) -> Iterator[tuple[int, str]]:
         """Yield (number from 1, text under `column`) of the rows that are not blank, or of `rows` alone."""
@@ -261,14 +259,14 @@ def hash_content(path: Path, size: int, modified: int) -> tuple[str, str] | None
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return sha256, sha256
-    core, digest, space, is_blank = hashlib.sha256(), hashlib.sha256(), "", True
-    for number, part in enumerate(read_parts(path)):
-        digest.update(part.encode())
-        text = part.removeprefix(BYTE_ORDER_MARK) if number == 0 else part
-        body = (text.lstrip(whitespace) if is_blank else text).rstrip(whitespace)
+    core, digest, space, is_blank = hashlib.sha256(), hashlib.sha256(), b"", True
+    for number, block in enumerate(part.encode() for part in read_parts(path)):
+        digest.update(block)
+        text = block.removeprefix(codecs.BOM_UTF8) if number == 0 else block
+        body = (text.lstrip() if is_blank else text).rstrip()
         if body:
-            core.update((body if is_blank else space + body).encode())
-            is_blank, space = False, text[len(text.rstrip(whitespace)) :]
+            core.update(body if is_blank else space + body)
+            is_blank, space = False, text[len(text.rstrip()) :]
         elif not is_blank:
             space += text
     return None if is_blank else (core.hexdigest(), digest.hexdigest())
