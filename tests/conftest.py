@@ -93,6 +93,15 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
     return factory
 
 
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """What attach has compared with the base in this test; without it, in this process."""
+    from focus_exp.models import self_check
+
+    monkeypatch.setattr(self_check, "VERIFIED", compared := set())
+    return compared
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs_dir of one finished retrofit of four steps; tests that change it copy it."""

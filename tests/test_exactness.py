@@ -11,7 +11,6 @@ from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 
 from focus_exp import UserError, attach, detach, disable_method, set_routing
 from focus_exp.attention.kernels.cpu_sparse import unavailable_reason
-from focus_exp.models import self_check
 from focus_exp.models.hf_cache import GrowingLayer
 from focus_exp.models.hooks import IMPLEMENTATION, routed_attention
 from focus_exp.models.methods import attached_methods, observe_selections
@@ -158,18 +157,13 @@ def test_cache_with_other_groups_raises(tiny_model):
         compute_logits(model, tokens[:, :1], **more)
 
 
-@pytest.fixture
-def clear_verified(monkeypatch):
-    monkeypatch.setattr(self_check, "VERIFIED", set())
-
-
-def test_attach_lost_mask_raises(tiny_model, monkeypatch, clear_verified):
+def test_attach_lost_mask_raises(tiny_model, monkeypatch, verified):
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, IMPLEMENTATION, lambda *args, **kwargs: None)
     with pytest.raises(UserError, match="MistralForCausalLM cannot run an attached method by masks: .* differ"):
         attach(tiny_model("mistral"))
 
 
-def test_attach_forgetting_cache_raises(tiny_model, monkeypatch, clear_verified):
+def test_attach_forgetting_cache_raises(tiny_model, monkeypatch, verified):
     monkeypatch.setattr(GrowingLayer, "update", lambda self, *new: new)
     with pytest.raises(UserError, match="cannot run an attached method through the cache"):
         attach(tiny_model("llama"))

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module
 from builders import attach_focus, compute_logits, make_tokens
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 from focus_exp import UserError, detach, disable_method
-from focus_exp.models import self_check
 
 
 def dense_forward(
@@ -92,13 +92,14 @@ def test_attach_wrapped_forward_is_checked_again(tiny_model, has_bias):
         assert torch.equal(compute_logits(attach_focus(model)), expected)
 
 
-def test_attach_same_code_is_compared_once(tiny_model, monkeypatch):
-    compared = []
-    monkeypatch.setattr(self_check, "VERIFIED", set())
-    monkeypatch.setattr(self_check, "compare_with_base", compared.append)
+def test_attach_same_code_is_compared_once(tiny_model, verified):
+    passes = []
     for family in ("llama", "llama", "mistral", "llama"):
-        attach_focus(tiny_model(family))
-    assert [type(model).__name__ for model in compared] == ["LlamaForCausalLM", "MistralForCausalLM"]
+        modules: list[torch.nn.Module] = []
+        with register_module_forward_pre_hook(lambda module, _, modules=modules: modules.append(module)):
+            attach_focus(tiny_model(family))
+        passes.append(len(modules))
+    assert passes[0] > passes[1] == passes[3] < passes[2] and len(verified) == 2
 
 
 def shift_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -15,9 +15,7 @@ from focus_exp.models.methods import find_device
 OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
 
 
-@pytest.fixture(autouse=True)
-def clear_verified(monkeypatch):
-    monkeypatch.setattr(self_check, "VERIFIED", set())
+pytestmark = pytest.mark.usefixtures("verified")
 
 
 def quantize(model: PreTrainedModel, kind: str, folder, **options) -> PreTrainedModel:

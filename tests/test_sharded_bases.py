@@ -67,14 +67,13 @@ def test_save_adapter_of_a_sharded_model_writes_whole_tensors(tiny_model, one_pr
     assert all((sharded / name).read_bytes() == (whole / name).read_bytes() for name in (WEIGHTS, DESCRIPTION))
 
 
-def test_fully_shard_before_attach_warns_that_exactness_is_not_checked(tiny_model, one_process, monkeypatch):
+def test_fully_shard_before_attach_warns_that_exactness_is_not_checked(tiny_model, one_process, monkeypatch, verified):
     warned = []
     monkeypatch.setattr(self_check.log, "warning_once", warned.append)
-    monkeypatch.setattr(self_check, "VERIFIED", set())
     model = tiny_model("llama")
     expected = compute_logits(attach_focus(tiny_model("llama")))
-    monkeypatch.setattr(self_check, "VERIFIED", set())
+    verified.clear()
     fully_shard(model, mesh=one_process)
     attach_focus(model)
-    assert len(warned) == 1 and not self_check.VERIFIED
+    assert len(warned) == 1 and not verified
     torch.testing.assert_close(compute_logits(model), expected, atol=0, rtol=0)

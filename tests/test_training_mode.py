@@ -12,7 +12,6 @@ from tiny_architectures import tiny_model as tiny_architecture
 from focus_exp import attach, freeze, load_adapter, save_adapter, set_routing, update_balance
 from focus_exp.attention.base import METHODS
 from focus_exp.models import methods as methods_module
-from focus_exp.models import self_check
 from focus_exp.models.methods import attached_methods
 
 OPTIONS = {"groups": 4, "window": 4, "sinks": 1}
@@ -88,12 +87,11 @@ def test_set_routing_warns_of_hard_routing_in_training_mode(tiny_model, monkeypa
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "jamba"])
-def test_attach_takes_experts_that_return_router_logits(monkeypatch, name):
-    monkeypatch.setattr(self_check, "VERIFIED", set())
+def test_attach_takes_experts_that_return_router_logits(verified, name):
     model = tiny_architecture(name)
     model.config.output_router_logits = True
     attach(model, **OPTIONS)
-    assert len(self_check.VERIFIED) == 1 and model.config.output_router_logits
+    assert len(verified) == 1 and model.config.output_router_logits
     out = model(make_tokens(length=12), labels=make_tokens(length=12))
     assert out.aux_loss.isfinite() and out.loss.isfinite()
 
@@ -110,8 +108,7 @@ def test_peft_modules_to_save_router_gets_gradients(tiny_model):
     assert moved == 2 * [False, True]  # in each layer the copy that is trained
 
 
-def test_attach_in_training_mode_is_checked_without_dropout(tiny_model, monkeypatch):
-    monkeypatch.setattr(self_check, "VERIFIED", set())
+def test_attach_in_training_mode_is_checked_without_dropout(tiny_model, verified):
     model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
     attach(model, **OPTIONS)
     assert all(module.training for module in model.modules())
