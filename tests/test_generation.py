@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
 import torch
-from builders import attach_focus, make_config
+from builders import attach_focus, compute_logits, make_config
 from running import DUAL, fitting, only_run, succeed, tiny
+from torch.nn.functional import cross_entropy
 
-from focus_exp import attach
+from focus_exp import attach, disable_method
 from focus_exp.data import SequenceDataset, TokenStream
 from focus_exp.evaluation import generation
 from focus_exp.evaluation.generation import Continuation, Generation, measure_cache
@@ -38,25 +38,12 @@ def test_repetition_counts_runs_of_four_that_came_before(tokens, expected):
     assert generation.repetition(tokens) == (expected if expected is None else pytest.approx(expected))
 
 
-def test_continuations_of_every_attention_follow_their_prompt(tmp_path, monkeypatch):
-    real, losses = Generation.base_nll, []
-
-    def check(self, prompt, new):
-        value = real(self, prompt, new)
-        with generation.disable_method(self.model), torch.no_grad():
-            logits = self.model(input_ids=torch.cat([prompt, new])[None], use_cache=False).logits[0]
-        logs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        assert value == pytest.approx(-float(logs[torch.arange(len(new)), new].mean()), abs=1e-5)
-        losses.append(value)
-        return value
-
-    monkeypatch.setattr(Generation, "base_nll", check)
+def test_continuations_of_every_attention_follow_their_prompt(tmp_path):
     succeed(*tiny(tmp_path), *JOB)
     rows = continuations(tmp_path)
     names = ["text", "base", "focus_hard", "focus_hard_k2_query_topk"]
     assert [(row.prompt, row.variant) for row in rows] == [(n, name) for n in (0, 1) for name in names]
     assert all(row.error is None and (row.prompt_tokens, row.tokens) == (20, 12) for row in rows)
-    assert [row.base_nll for row in rows] == losses
     by_name = {(row.prompt, row.variant): row for row in rows}
     for prompt in (0, 1):
         full, everything = by_name[prompt, "base"], by_name[prompt, names[-1]]
@@ -85,6 +72,16 @@ def make_generation(tiny_model, tmp_path):
     return make
 
 
+def test_base_nll_is_that_of_the_new_tokens_under_full_attention(make_generation):
+    generation = make_generation()
+    text = next(generation.rows())
+    tokens = generation.blocks[generation.indices[0]]["input_ids"]
+    with disable_method(generation.model):
+        logits = compute_logits(generation.model, tokens[None])[0]
+    expected = cross_entropy(logits[19:31], tokens[20:32])  # of 12 tokens after 20
+    assert text.base_nll == pytest.approx(float(expected), abs=1e-5)
+
+
 def test_generation_ignores_the_models_own_generation_config(make_generation):
     """Such as a penalty of repetitions, which no record would show."""
     plain, penalized = make_generation(), make_generation()
@@ -92,25 +89,26 @@ def test_generation_ignores_the_models_own_generation_config(make_generation):
     assert [row.text for row in penalized.rows()] == [row.text for row in plain.rows()]
 
 
-def test_generation_failed_full_attention_has_an_error_and_no_agreement(make_generation, monkeypatch):
+def test_generation_failed_full_attention_has_an_error_and_no_agreement(make_generation):
     generation = make_generation("generate.prompts=1", "generate.top_k=[1]")
-    fail_once = Mock(wraps=generation.model.generate, side_effect=[torch.OutOfMemoryError("no room"), DEFAULT])
-    monkeypatch.setattr(generation.model, "generate", fail_once)
-    _, full, hard = generation.rows()
+
+    def fail_once(*_):
+        failing.remove()
+        raise torch.OutOfMemoryError("no room")
+
+    next(rows := generation.rows())  # of the text
+    failing = generation.model.register_forward_pre_hook(fail_once)
+    full, hard = rows
     assert "no room" in full.error and hard.tokens == 12 and hard.agreeing is None
 
 
-def test_generation_takes_every_token_of_a_prompt_as_text(make_generation, monkeypatch):
+def test_generation_takes_every_token_of_a_prompt_as_text(make_generation):
     generation, masks = make_generation("generate.prompts=1", "generate.top_k=[1]"), []
-    generate = generation.model.generate
-
-    def record_mask(**options):
-        masks.append(options["attention_mask"])
-        return generate(**options)
-
-    monkeypatch.setattr(generation.model, "generate", record_mask)
+    generation.model.register_forward_pre_hook(
+        lambda model, args, options: masks.append(options.get("attention_mask")), with_kwargs=True
+    )
     generation.generate(0, torch.tensor([5, 0, 7, 0, 9]), "base")  # 0 is the token of padding
-    assert masks[0].tolist() == [[1] * 5]
+    assert masks and all(mask is None or mask.bool().all() for mask in masks)
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 4, 5, 8, 40])

@@ -1,7 +1,7 @@
 """Progress: a bar on a terminal, ten lines in a log."""
 
 import io
-import sys
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -16,26 +16,21 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("process", ["0", "1"])
 def test_only_the_first_process_writes(process, monkeypatch):
-    written = Terminal()
-    monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setenv("RANK", process)
-    assert list(ProgressBar(range(3), desc="training", leave=True)) == [0, 1, 2]
+    with redirect_stderr(Terminal()) as written:
+        assert list(ProgressBar(range(3), desc="training", leave=True)) == [0, 1, 2]
     assert ("training: 100%" in written.getvalue()) == (process == "0")
 
 
 @pytest.mark.parametrize(("total", "lines"), [(47, 9), (20, 10), (3, 3)])
-def test_a_log_has_a_line_for_every_tenth(total, lines, monkeypatch):
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
+def test_a_log_has_a_line_for_every_tenth(total, lines, monkeypatch, capsys):
     monkeypatch.setattr(progress, "SECONDS_WITHOUT", 1e-9)
     assert len([*ProgressBar(range(total), desc="training")]) == total
-    printed = written.getvalue().splitlines()
+    printed = capsys.readouterr().err.splitlines()
     assert len(printed) == lines
     assert all(line.startswith("training:") and "<" in line for line in printed)
 
 
-def test_a_log_has_no_line_of_a_short_stage(monkeypatch):
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)
+def test_a_log_has_no_line_of_a_short_stage(capsys):
     list(ProgressBar(range(20), desc="training"))
-    assert not written.getvalue()
+    assert not capsys.readouterr().err
