@@ -329,18 +329,14 @@ class BenchmarkEvaluator:
         except Exception as error:  # whatever a task's own code raises, the other tasks run
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             is_left_out = isinstance(error, LeftOut)
-            settings = variant.settings | {
-                "task": task,
-                "error": f"{kind}{first_line(error)}",
-                LEFT_OUT: is_left_out or None,
-            }
-            self.measurements.append(
-                Measurement(variant=variant.name, metric=f"score:{task}", value=None, settings=settings)
-            )
+            reason = f"{kind}{first_line(error)}"
+            settings = variant.settings | {"task": task, "error": reason, LEFT_OUT: is_left_out or None}
+            failed = Measurement(variant=variant.name, metric=f"score:{task}", value=None, settings=settings)
+            self.measurements.append(failed)
             if is_left_out:
-                self.warn(f"{task} is left out: {settings['error']}")
+                self.warn(f"{task} is left out: {reason}")
             else:
-                log.error("%s under %s failed: %s", task, variant.name, settings["error"])
+                log.error("%s under %s failed: %s", task, variant.name, reason)
             return None
         return replace(result, seconds=time.perf_counter() - start)
 

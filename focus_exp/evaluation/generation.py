@@ -20,13 +20,12 @@ from transformers.cache_utils import DynamicLayer
 from focus_exp.config import Config
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
+from focus_exp.evaluation.variants import BASE
 from focus_exp.models.cache_size import count_keys_and_bytes
 from focus_exp.models.methods import disable_method, set_routing, temporary_attributes
 from focus_exp.progress import ProgressBar
 from focus_exp.results.measurement import Measurement, hard_variant
 from focus_exp.training.precision import Precision
-
-FULL = "base"
 
 
 @dataclass(kw_only=True)
@@ -101,7 +100,7 @@ class Generation:
                 tokens = self.blocks[index]["input_ids"]
                 prompt, rest = tokens[: settings.prompt_tokens], tokens[settings.prompt_tokens :]
                 yield self.make_row(number, prompt, rest[: settings.new_tokens].tolist(), "text", "text")
-                for name in (FULL, *self.hard):
+                for name in (BASE, *self.hard):
                     yield self.generate(number, prompt, name)
                     bar.update()
 
@@ -117,7 +116,7 @@ class Generation:
     @torch.no_grad()
     def generate(self, number: int, prompt: Tensor, name: str) -> Continuation:
         """Return a continuation; a failure becomes the row's error."""
-        kind, routing = ("base", {}) if name == FULL else ("hard", self.hard[name])
+        kind, routing = ("base", {}) if name == BASE else ("hard", self.hard[name])
         if kind == "hard":
             set_routing(self.model, hard=True, **routing)
         settings, model = self.config.generate, self.model
