@@ -67,9 +67,9 @@ def count_options(arguments: list[str]) -> int:
 
 
 def trains_main_job(overrides: list[Override]) -> bool:
-    """Return whether the main job is trained, alone or as the first of a sweep."""
+    """Return whether the main job or a variant of it runs, alone or as the first of a sweep."""
     values = {override.key_or_group: first_value(override).partition("=")[2] for override in overrides}
-    return values.get("experiment") == MAIN_JOB and values.get("job", "train") == "train" and "variant" not in values
+    return values.get("experiment") == MAIN_JOB and values.get("job", "compare") in ("train", "compare")
 
 
 def first_value(override: Override) -> str:

@@ -164,6 +164,10 @@ def check_places(config: Config) -> Iterator[str]:
     if data.parts and data.source != "mixture":
         yield f"data.parts must be empty with data={data.name} (got {data.parts}). Type data=mixture."
     data_sets = {name for name, values in shipped("data").items() if "???" not in values.values()} - {"mixture"}
+    scored = config.eval.data
+    if scored and scored not in data_sets | {"mixture"} and not (Path(scored).exists() or set(scored) & set("*?[:")):
+        choices = ", ".join(sorted({*data_sets, "mixture"}))
+        yield f"eval.data must be one of {choices}, or files as in data.files (got {scored})."
     if data.source == "mixture" and not (data.parts and set(data.parts) <= data_sets):
         yield f"data.parts must be of {', '.join(sorted(data_sets))} (got {data.parts}). Type data.parts=[books,code]."
     if data.source == "hub" and not data.hub_id:
@@ -251,10 +255,10 @@ def check_recipe(config: Config) -> Iterator[str]:
     trains_router = bool(recipe.phases) and all(phase.trainable == "router" for phase in recipe.phases.values())
     if recipe.trains("lora") and config.attention.is_soft:
         yield f"recipe={recipe.name} must go with attention=full (got {attention}). Or type recipe=retrofit."
-    if recipe.trains("lora") and (config.eval.adapters or config.eval.fit_variants):
+    if recipe.trains("lora") and config.eval.adapters:
         yield (
-            f"eval.adapters and eval.fit_variants must be empty with recipe={recipe.name}: routers belong to the "
-            "frozen base. Type 'eval.adapters=[]' 'eval.fit_variants=[]'."
+            f"eval.adapters must be empty with recipe={recipe.name} (got {config.eval.adapters}): routers belong to "
+            "the frozen base. Type 'eval.adapters=[]'."
         )
     if recipe.trains("lora") and recipe.trains("all"):
         yield f"recipe={recipe.name} must not train both LoRA and the base weights. Leave one of them out."
@@ -300,11 +304,6 @@ def check_processes(config: Config) -> Iterator[str]:
         yield (
             f"recipe.fit.sequences must be 0 with trainer.strategy=fsdp: {config.attention.name} is fitted "
             "to a whole model. Use trainer.strategy=ddp, or a fitted adapter."
-        )
-    if is_sharded and config.eval.fit_variants:
-        yield (
-            f"eval.fit_variants must be empty with trainer.strategy=fsdp (got {config.eval.fit_variants}): they are "
-            "fitted to a whole model. Use trainer.strategy=ddp."
         )
     if quantization != "none" and config.recipe.trains("all"):
         yield (

@@ -209,6 +209,7 @@ class DataConfig:
 @dataclass
 class EvalConfig:
     name: str = MISSING
+    data: str | None = option(None)
     split: str = option("test", choices=("validation", "test"))
     seq_len: int = option(1024, least=2)
     max_sequences: int | None = option(None, least=1)
@@ -217,7 +218,6 @@ class EvalConfig:
     bounds: bool = True
     top_k: list[int] = option([], least=1)
     adapters: list[str] = option([])
-    fit_variants: list[str] = option([])
     tasks: list[str] = option([])
     limit: int | None = option(None, least=1)
     long_range_limit: int | None = option(None, least=1)
@@ -365,6 +365,22 @@ class Config:
         if self.recipe.router:
             return self.recipe.router.balance_sequences
         return self.recipe.fit.sequences if self.recipe.fit and self.phases and self.attention.is_trainable else 0
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether parameters are trained or fitted, not loaded or left at their initialization."""
+        return not self.adapter and bool(self.fitting or self.phases)
+
+    @property
+    def scored_data(self) -> DataConfig:
+        """Return data.* of the held-out text: that of eval.data, with as many tokens, or the run's own."""
+        name = self.eval.data
+        if name is None:
+            return self.data
+        files = {"name": "files", "source": "files", "files": name, "text_column": self.data.text_column}
+        values = {key: value for key, value in shipped("data").get(name, files).items() if key != "defaults"}
+        caps = {key: getattr(self.data, key) for key in ("max_train_tokens", "max_test_tokens")}
+        return DataConfig(**caps | values)
 
     @property
     def phases(self) -> list[tuple[str, PhaseConfig]]:

@@ -32,7 +32,7 @@ IGNORED["setup"] = (
     *(f"data.{key}" for key in ("name", "source", "hub_id", "subset", "revision", "text_column", "files", "parts")),
     *(f"data.{key}" for key in ("max_train_tokens", "max_test_tokens")),
     *(f"attention.{key}" for key in ("name", "backend")),
-    *(f"eval.{key}" for key in ("name", "batch_size", "request_batch_size", "controls", "top_k")),
+    *(f"eval.{key}" for key in ("name", "data", "batch_size", "request_batch_size", "controls", "top_k")),
     *(f"eval.{key}" for key in ("adapters", "tasks", "limit", "long_range_limit")),
     *(f"trainer.{key}" for key in ("accelerator", "precision", "gradient_checkpointing")),
 )
@@ -42,7 +42,7 @@ IGNORED["base"] = (
     *("experiment", "seed", "adapter", "check_base", "variants", "shared_variant", "references"),
     *("attention", "recipe", "data", "bench", "generate", "analyze", "trainer"),
     *(f"eval.{key}" for key in ("name", "batch_size", "request_batch_size", "controls", "bounds", "top_k")),
-    *(f"eval.{key}" for key in ("adapters", "fit_variants", "tasks", "long_range_distance")),
+    *(f"eval.{key}" for key in ("data", "adapters", "tasks", "long_range_distance")),
 )
 
 
@@ -123,6 +123,7 @@ def hash_texts(place: str) -> list[tuple[str, str]]:
 PLACES: dict[str, Callable[[Any], Any]] = {
     "model.path": hash_model,
     "data.files": hash_texts,
+    "eval.data": hash_texts,  # not the name of a data set, which names no files
     "adapter": hash_adapter,
     "eval.adapters": lambda adapters: [hash_adapter(adapter) for adapter in adapters],
 }

@@ -93,7 +93,7 @@ def experiment_rows() -> Iterator[Row]:
 
 def suite_rows() -> Iterator[Row]:
     """Every suite of conf/eval, on a model with positions for most of their tasks."""
-    yield Row("router", f"{RUN} +experiment=retrofit_124m model=llama2_13b eval.fit_variants=[] {BUDGET}")
+    yield Row("router", f"{RUN} +experiment=retrofit_124m model=llama2_13b +variant=retrofit_124m/focus {BUDGET}")
     for path in sorted((ROOT / "conf" / "eval").glob("*.yaml")):
         if path.stem != "base":
             adapter, few = "adapter={router}/adapter", "eval.max_sequences=2 eval.limit=2 eval.long_range_limit=2"
@@ -139,7 +139,7 @@ def short_rows() -> Iterator[Row]:
     """What `make test` runs: a part of each way to a table."""
     adapter = "adapter={retrofit_124m}/adapter"
     for name, arguments in {
-        "retrofit_124m": "+experiment=retrofit_124m eval.fit_variants=[]",
+        "retrofit_124m": "+experiment=retrofit_124m +variant=retrofit_124m/focus",
         "speed": "+experiment=speed bench.lengths=[1024]",
         "decode": "+experiment=decode bench.lengths=[1024]",
         "speed_quality": "+experiment=speed_quality bench.lengths=[1024]",
@@ -263,7 +263,8 @@ def read_outcome(row: Row, folder: Path, log: str) -> None:
         outcome = {name: state == "done" for name, state in re.findall(r"^\[\d+/\d+\] (\w+): (done|failed)", log, re.M)}
     else:
         folders = [folder / row.place / run for run in dict.fromkeys(re.findall(r"^run folder: (.*)$", log, re.M))]
-        row.folder = str(folders[-1]) if folders else ""
+        with_adapter = [run for run in folders if (run / "adapter").is_dir()]  # of a comparison its last variant's
+        row.folder = str((with_adapter or folders or [""])[-1])
         records = [Record.load(run / RECORD) for run in folders if (run / RECORD).exists()]
         outcome = {key: value for record in records for key, value in read_record(record).items()}
     row.missing = [name for name, is_filled in outcome.items() if not is_filled]

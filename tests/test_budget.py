@@ -51,7 +51,7 @@ def test_resolve_budget_follows_gpu_and_hub(machine, gpu, hub, budget, asked):
         ([RETROFIT, "model.path=mine"], "first"),
         (["-m", "+experiment=retrofit_124m,compare", "model.path=mine"], "first"),
         ([RETROFIT, "model.path=mine", "job=evaluate"], "embedded"),
-        ([RETROFIT, "model.path=mine", "+variant=shared/two_encoders"], "embedded"),
+        ([RETROFIT, "model.path=mine", "+variant=shared/two_encoders"], "first"),
         (["+experiment=frontier", "model.path=mine"], "embedded"),
         (["assets=embedded"], "embedded"),
         (["trainer.accelerator=cpu"], "embedded"),
@@ -109,7 +109,7 @@ def test_cfg_prints_the_budget_that_runs(machine):
 
 
 def test_first_line_and_record_name_the_budget(tmp_path):
-    small = [*tiny(tmp_path), RETROFIT, "eval.fit_variants=[]", "data.max_train_tokens=null"]
+    small = [*tiny(tmp_path), RETROFIT, "+variant=retrofit_124m/focus", "data.max_train_tokens=null"]
     first = succeed(*small, "budget=quick").out.splitlines()[0]
     assert all(part in first for part in ("tiny_llama", "texts", "2 of the paper's 4,000 steps", "type budget=paper"))
     paper = succeed(*small, "budget=paper", "recipe.steps=1", f"runs_dir={tmp_path / 'paper'}").out.splitlines()[0]

@@ -106,16 +106,14 @@ def test_method_chooses_how_it_is_made():
 
 
 def test_hidden_facts_go_with_any_text():
-    settings = ["+experiment=transfer", "data=files", "data.files=mine", "data.hidden_facts=true"]
+    settings = ["+experiment=frontier", "data=files", "data.files=mine", "data.hidden_facts=true"]
     config = make_config(*settings)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        own, other = (
-            compose_variant(config, name, settings)
-            for name in ("frontier/dual_20_fast_facts", "transfer/fitted_on_code")
-        )
-        plain = compose_variant(config, "frontier/dual_20_fast_facts", settings[:-1])
+        own = compose_variant(config, "dual_20_fast_facts", settings)
+        plain = compose_variant(config, "dual_20_fast_facts", settings[:-1])
+        other = compose_variant(config, "transfer/fitted_on_code", [settings[0], settings[-1]])
     assert own.data == plain.data and own.data.files == "mine" and own.data.hidden_facts
-    assert other.data.hidden_facts and other.data.files != "mine"
+    assert other.data.hidden_facts and other.data.name == "code"
 
 
 @pytest.mark.parametrize("budget", ["paper", "embedded"])
@@ -157,10 +155,10 @@ def command(folder, name, model="tiny_llama"):
         "recipe.steps=2",
         "eval.tasks=[]",
         "recipe.tune.factors=[]",
+        "eval.data=null",
     ]
     if plain.variants:
         small = tiny_variants(folder, plain, small)
-    small += ["eval.fit_variants=[shared/two_encoders]"] if plain.eval.fit_variants else []
     return [f"+experiment={name}", *fitting(*small, f"attention={plain.attention.name}")[:-1]]
 
 

@@ -123,7 +123,6 @@ def measure(tiny_model, tmp_path) -> Callable[..., PerplexityEvaluator]:
         prepare=lambda model: None,
         folder: str = "evaluation",
         on_round=None,
-        fit_more=None,
     ) -> PerplexityEvaluator:
         config, model = config or make_config(), tiny_model(family)
         blocks = SequenceDataset(random_stream([7 * T, 3 * T, 5 * T]), T, cross_documents=True)
@@ -131,7 +130,7 @@ def measure(tiny_model, tmp_path) -> Callable[..., PerplexityEvaluator]:
         evaluator.measure_base()
         attach_method(model, config)
         prepare(model)
-        evaluator.measure_attached(on_round and partial(on_round, evaluator), fit_more)
+        evaluator.measure_attached(on_round and partial(on_round, evaluator))
         return evaluator
 
     return run
@@ -287,19 +286,6 @@ def test_rounds_end_in_the_numbers_of_a_single_round(measure, labels, batch_size
     del labels[:]
     assert comparable(measure(config=config, on_round=on_round)) == comparable(single)
     assert not labels and tables[1] == tables[0]
-
-
-@pytest.mark.parametrize(("train", "counts"), [(None, [4, 14]), ("all", [])])
-def test_fit_more_comes_last_and_every_row_once(measure, train, counts):
-    seen, fitted = [], []
-    evaluator = measure(
-        config=make_config(train=train, sequences=14),
-        on_round=lambda _, scored, total: seen.append(scored),
-        fit_more=lambda: fitted.append(len(seen)),
-    )
-    names = [variant.key for variant in evaluator.variants]
-    assert (seen, fitted) == (counts, [len(counts)])
-    assert len(names) == len({*names})
 
 
 @given(total=st.integers(1, 200), batch_size=st.integers(1, 9))

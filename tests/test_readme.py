@@ -76,7 +76,7 @@ def test_adding_a_method_example_is_measured(tmp_path, monkeypatch):
     (tmp_path / "attention").mkdir()
     (tmp_path / "attention" / "parity.yaml").write_text(options.replace("my_methods", "parity_methods"))
     monkeypatch.syspath_prepend(tmp_path)
-    settings = [*without_attention(tiny(tmp_path)), "+experiment=retrofit_124m", "eval.fit_variants=[]"]
+    settings = [*without_attention(tiny(tmp_path)), "+experiment=retrofit_124m"]
     result = run(*settings, "--config-dir", str(tmp_path), "attention=parity", "attention.window=8", "recipe=none")
     assert result.code == 0, result.err
     density = record_of(tmp_path).find("distant_density", "parity")

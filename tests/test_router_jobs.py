@@ -4,12 +4,27 @@ import re
 import signal
 
 import pytest
-from running import fitting, only_run, outcome, record_of, router_steps, run, tiny, without_attention
+from running import (
+    DUAL,
+    fitting,
+    only_run,
+    outcome,
+    record_of,
+    records_of,
+    router_steps,
+    run,
+    succeed,
+    tiny,
+    without_attention,
+    write_texts,
+)
 
 from focus_exp.errors import UserError
 from focus_exp.evaluation import perplexity
 from focus_exp.jobs import train
 from focus_exp.models.adapter import read_description
+from focus_exp.reporting.frame import filter_rows, to_rows
+from focus_exp.reporting.load import load_run
 
 
 @pytest.mark.parametrize("job", ["analyze", "bench", "generate"])
@@ -47,71 +62,63 @@ def test_job_evaluate_without_any_score_of_its_tasks_fails(tmp_path, adapter):
     assert record.status == "failed" and not record.measurements
 
 
-def test_train_fit_variants_adds_a_row_and_an_adapter(tmp_path):
-    options = [router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
-    result = run(*tiny(tmp_path), *options)
-    assert result.code == 0
-    stages = r"\(training \d+, fit \d+, scoring \d+\)"
-    assert re.search(rf"estimate: [\d.]+ minutes, \d+ passes of [\d.]+ s {stages}", result.out)
+RETROFIT = ["+experiment=retrofit_124m", "budget=quick", "attention.window=8"]
+
+
+def test_retrofit_compares_both_routers_and_saves_their_adapters(tmp_path):
+    result = succeed(*without_attention(tiny(tmp_path)), *RETROFIT)
+    for name in ("focus", "two_encoders"):
+        assert re.search(rf"estimate of {name}: [\d.]+ minutes, \d+ passes of [\d.]+ s \(.*scoring \d+\)", result.out)
     assert "the router before its training" in result.out
-    record, adapter = record_of(tmp_path), only_run(tmp_path) / "adapter-two_encoders"
-    assert record.find("distant_density", "focus_dual") < 1
-    tokens = record.find("training_tokens", "focus_dual")
-    assert tokens == 2 * record.setting("data", "seq_len") and record.find("fit_seconds", "focus_dual") > 0
-    assert record.find("importance", "focus_dual") is not None
-    assert f"{record.tokens_seen}, focus_dual {tokens:.0f}" in (adapter.parent / "table.md").read_text()
+    comparison, focus, dual = records_of(tmp_path)
+    rows = to_rows(filter_rows(load_run(comparison.path.parent).rows, {"source": "rows", "metric": "nll"}))
+    routings = {row.name: row.value for row in rows}
+    assert list(routings)[:3] == ["base", "focus_soft", "focus_hard"] and list(routings)[-1] == "focus_dual"
+    assert len(rows) == len(routings) and {"window_density_matched", "random_size_matched"} < {*routings}
+    assert routings["focus_hard"] == focus.find("nll", "focus_hard")
+    assert dual.tokens_seen == 2 * dual.setting("data", "seq_len") and dual.fit_seconds > 0
+    assert dual.find("importance", "focus_dual") is not None
+    adapter = dual.path.with_name("adapter")
     assert read_description(adapter)["method"] == "focus_dual"
-    assert run(*without_attention(tiny(tmp_path, "again")), "job=evaluate", f"adapter={adapter}").code == 0
-    assert record_of(tmp_path / "again").find("nll", "focus_dual") == record.find("nll", "focus_dual")
+    succeed(*without_attention(tiny(tmp_path, "again")), "job=evaluate", f"adapter={adapter}")
+    assert record_of(tmp_path / "again").find("nll", "focus_dual") == routings["focus_dual"]
 
 
-def test_train_fit_variants_are_fitted_to_texts_of_their_own(tmp_path, caplog):
-    other = tmp_path / "other"
-    other.mkdir()
-    for number in range(5):
-        (other / f"{number}.txt").write_text(f"{number} 1 2 4 8 16 32 64 " * 60)
-    overlays = tmp_path / "conf" / "variant" / "fits"
-    overlays.mkdir(parents=True)
-    for name, text in {"here": "", "elsewhere": f"data: {{files: '{other}', max_train_tokens: 2000}}\n"}.items():
-        included = "# @package _global_\ndefaults: [/variant/shared/two_encoders, _self_]\n"
-        (overlays / f"{name}.yaml").write_text(f"{included}variant: {name}\n{text}")
-
-    def fit(runs, variants, *options):
-        command = [*tiny(tmp_path, runs), router_steps(1), "budget=quick", "eval.top_k=[1]", *options]
-        result = run(*command, "--config-dir", str(tmp_path / "conf"), f"eval.fit_variants=[{variants}]")
-        assert result.code == 0 and "data.files" not in caplog.text, result.err
-        folder = only_run(tmp_path / runs)
-        return record_of(tmp_path / runs), {
-            path.parent.name: path.read_bytes() for path in folder.rglob("*.safetensors")
-        }
-
-    both, adapters = fit("runs", "fits/here,fits/elsewhere")
-    assert both.find("nll", "focus_dual, here") != both.find("nll", "focus_dual, elsewhere")
-    for name, options in {"here": [], "elsewhere": [f"data.files={other}", "data.max_train_tokens=2000"]}.items():
-        alone, fitted = fit(name, "fits/here", *options)
-        assert alone.find("nll", "focus_dual") is not None
-        assert fitted["adapter-here"] == adapters[f"adapter-{name}"]
+def test_retrofit_with_another_method_runs_it_alone(tmp_path):
+    options = ["attention=focus_dual", "recipe=none", "attention.top_k=2", "attention.groups=4"]
+    succeed(*without_attention(tiny(tmp_path)), *RETROFIT, *options)
+    record = record_of(tmp_path)
+    assert record.config["variant"] is None and record.path.parent.name.startswith("focus_dual-seed0-")
+    assert record.setting("attention", "density") is None and record.find("nll", "focus_dual") is not None
 
 
-def test_train_fit_variants_file_that_changed_is_refused(tmp_path):
-    overlay = tmp_path / "conf" / "variant" / "fits" / "mine.yaml"
-    overlay.parent.mkdir(parents=True)
-    overlay.write_text("# @package _global_\ndefaults: [/variant/shared/two_encoders, _self_]\nvariant: mine\n")
-    command = [*tiny(tmp_path), router_steps(1), "budget=quick", "--config-dir", str(tmp_path / "conf")]
-    command.append("eval.fit_variants=[fits/mine]")
-    assert run(*command).code == 0 and "already finished" in run(*command).out
-    overlay.write_text(overlay.read_text() + "attention: {density: 0.9}\n")
-    result = run(*command)
-    assert result.code == 2 and "mine" in result.err and "overwrite=true" in result.err
-    assert run(*command, "overwrite=true").code == 0
+def test_eval_data_is_scored_and_not_trained_on(tmp_path):
+    other = write_texts(tmp_path / "other", words=170)
+    options = [*DUAL, "attention.top_k=1", "attention.window=8"]
+    moved = [*without_attention(tiny(tmp_path, "moved")), *options, f"eval.data={other}"]
+    succeed(*without_attention(tiny(tmp_path, "here")), *options)
+    succeed(*moved)
+    here, there = record_of(tmp_path / "here"), record_of(tmp_path / "moved")
+    weights = [record.path.with_name("adapter") / "focus_adapter.safetensors" for record in (here, there)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert there.data["trained_on"]["fingerprint"] == here.data["fingerprint"] != there.data["fingerprint"]
+    assert there.data["requested"] == str(other) and "-other-" in str(there.path)
+    assert there.setup != here.setup
+    evaluated = [*without_attention(tiny(tmp_path, "evaluated")), "job=evaluate", f"adapter={weights[0].parent}"]
+    succeed(*evaluated, f"data.files={other}")
+    assert record_of(tmp_path / "evaluated").find("nll", "focus_dual") == there.find("nll", "focus_dual")
+    assert "already finished" in succeed(*moved).out
+    (other / "0.txt").write_text("another text")
+    succeed(*moved)
+    assert len(records_of(tmp_path / "moved")) == 2
 
 
 def test_adapters_of_equal_name_are_rows_of_their_own(tmp_path):
-    options = [router_steps(1), "eval.fit_variants=[shared/two_encoders]", "budget=quick"]
     adapters = []
     for length in ("40", "48"):
-        assert run(*tiny(tmp_path, length), *options, f"data.seq_len={length}").code == 0
-        adapters.append(str(only_run(tmp_path / length) / "adapter-two_encoders"))
+        options = [*DUAL, "attention.top_k=1", "attention.window=8", f"data.seq_len={length}"]
+        succeed(*without_attention(tiny(tmp_path, length)), *options)
+        adapters.append(str(only_run(tmp_path / length) / "adapter"))
     assert run(*tiny(tmp_path), router_steps(1), f"eval.adapters=[{','.join(adapters)}]").code == 0
     record = record_of(tmp_path / "runs")
     names = {m.variant for m in record.measurements if m.variant.startswith("focus_dual")}
@@ -127,10 +134,11 @@ def test_fit_to_too_little_text_is_refused(tmp_path):
     assert result.code == 2 and "attention.groups must be at most" in result.err
 
 
-def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", [[router_steps(1), "eval.top_k=[1]"], [*DUAL, "attention.top_k=1"]])
+def test_train_stopped_at_each_score_gives_the_same_numbers(tmp_path, monkeypatch, method):
     def command(runs):
-        options = ["eval.fit_variants=[shared/two_encoders]", "budget=quick", f"cache_dir={tmp_path / runs}-cache"]
-        return [*tiny(tmp_path, runs), router_steps(1), *options, "eval.max_sequences=12", "eval.top_k=[1]"]
+        options = [*method, f"cache_dir={tmp_path / runs}-cache", "eval.max_sequences=12"]
+        return fitting(*tiny(tmp_path, runs), *options)
 
     whole = run(*command("whole"))
     assert whole.code == 0 and "4 of 12 sequences scored:" in whole.out
@@ -155,9 +163,8 @@ def test_train_fit_variants_stopped_at_each_score_gives_the_same_numbers(tmp_pat
         scored.clear()
         codes.append(run(*command("stopped")).code)
         tables += [path.read_text() for path in (tmp_path / "stopped").rglob("table.md")]
-    assert codes[-1] == 0 and set(codes[:-1]) == {128 + signal.SIGTERM} and len(codes) > 12
-    assert "status: interrupted" in tables[0] and "focus_dual" not in tables[0]
-    assert "status: finished" in tables[-1] and "focus_dual" in tables[-1]
+    assert codes[-1] == 0 and set(codes[:-1]) == {128 + signal.SIGTERM} and len(codes) > 2
+    assert "status: interrupted" in tables[0] and "status: finished" in tables[-1]
     assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
 
 

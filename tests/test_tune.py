@@ -42,8 +42,8 @@ def test_trials_of_other_seeds_and_experiments_are_the_same_runs():
     config = make_config("recipe=retrofit")
     configs = [config, replace(config, seed=1, experiment="mine")]
     assert len({run_folder(make_trial(config, 0.5)) for config in configs}) == 1
-    fits = replace(config, eval=replace(config.eval, fit_variants=["shared/two_encoders"]))
-    assert make_trial(fits, 0.5) == make_trial(config, 0.5)
+    other_text = replace(config, eval=replace(config.eval, data="code"))
+    assert make_trial(other_text, 0.5) == make_trial(config, 0.5)
     assert run_folder(make_trial(configs[0], 0.5)) != run_folder(make_trial(configs[0], 1.0))
 
 

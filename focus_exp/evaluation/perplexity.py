@@ -237,7 +237,6 @@ class PerplexityEvaluator:
         self.rounds = split_rounds(self.indices, self.config.eval.batch_size)
         self.is_base_frozen = not (self.config.recipe.trains("lora") or self.config.recipe.trains("all"))
         self.count = 1 if self.is_base_frozen else len(self.rounds)
-        self.adapters = list(self.config.eval.adapters)
         self.scores: dict[str, Scores] = {}
         self.variants: list[Variant] = []
         self.after_phases: list[Measurement] = []
@@ -272,27 +271,19 @@ class PerplexityEvaluator:
         self.after_phases += [m for variant in self.variants[before:] for m in self.measure(variant, phase)]
         del self.variants[before:]
 
-    def measure_attached(
-        self,
-        on_round: Callable[[int, int], None] | None = None,
-        fit_more: Callable[[], None] | None = None,
-    ) -> None:
+    def measure_attached(self, on_round: Callable[[int, int], None] | None = None) -> None:
         """Score what is attached or trained, on all sequences.
 
         Args:
-            on_round: called with the sequences that are scored, and all, when more sequences or rows follow. Without
-                it, or with a trained base, all are scored at once.
-            fit_more: adds adapters, which are scored last.
+            on_round: called with the sequences that are scored, and all, when more follow. Without it, or with a
+                trained base, all are scored at once.
         """
-        last = len(self.rounds)
         if on_round and self.is_base_frozen:
-            for count in range(1 + self.has_preview, last + (fit_more is not None)):
+            for count in range(1 + self.has_preview, len(self.rounds)):
                 self.begin_round(count)
                 self.measure_variants()
                 on_round(len(self.scored), len(self.indices))
-        if fit_more:
-            fit_more()
-        self.begin_round(last)
+        self.begin_round(len(self.rounds))
         self.measure_variants()
 
     def measure_preview(self) -> None:
@@ -314,7 +305,8 @@ class PerplexityEvaluator:
         skipped = {*self.config.eval.top_k} - {routing.get("top_k") for routing in self.config.scored_routings}
         if attention.is_soft and skipped:
             log.info("eval.top_k: not measured: %s with attention.groups=%d", sorted(skipped), attention.groups)
-        with closing(attached_variants(self.model, self.config, self.adapters, self.match_density)) as variants:
+        adapters = self.config.eval.adapters
+        with closing(attached_variants(self.model, self.config, adapters, self.match_density)) as variants:
             for variant in variants:
                 self.add(variant)
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from focus_exp.config import Config, get_method_options
 from focus_exp.errors import UserError
-from focus_exp.jobs.train import load_or_fit_router, trains_router
+from focus_exp.jobs.train import load_or_fit_router
 from focus_exp.models.load import count_positions
 from focus_exp.models.methods import set_routing
 from focus_exp.runs.compose import command_overrides, compose_overrides, compose_router
@@ -30,7 +30,7 @@ def bench(config: Config) -> None:
     settings = config.bench
     config = compose_router(config)
     attention = config.attention
-    if not (attention.is_soft or config.adapter or trains_router(config)):  # has no groups but its own
+    if not (attention.is_soft or config.adapter or config.is_trained):  # has no groups but its own
         raise UserError(f"recipe.fit.sequences must be > 0 with attention={attention.name} (got 0). Or type adapter=.")
     methods = compose_methods(config)
     if print_finished(config):

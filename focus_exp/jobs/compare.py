@@ -10,13 +10,14 @@ from focus_exp.config import Config
 from focus_exp.errors import UserError, first_line
 from focus_exp.jobs.evaluate import evaluate_adapter
 from focus_exp.jobs.train import train
-from focus_exp.results.record import RECORD, Record, VariantRun
+from focus_exp.results.record import RECORD, TRAINING_TEXT, Record, VariantRun
 from focus_exp.results.run_dir import earlier_record, name_data, name_model, run_folder
 from focus_exp.runs.compose import (
     command_overrides,
     compose_variant,
     compose_variants,
     describe_budget,
+    runs_alone,
     variant_settings,
 )
 from focus_exp.runs.open import lock_run_dir, record_run
@@ -33,19 +34,16 @@ def compare(config: Config) -> None:
     every variant, also where it sets something else. `variants=[focus,lora]` chooses some, `+variant=compare/lora` runs
     one alone, `-m +variant=compare/lora,compare/sparq` runs them as jobs of their own. The command without `+variant`
     runs what is left and writes the table, in which a failed variant keeps its reason; then it exits with 2 and names
-    the failed ones.
+    the failed ones. `attention=<method>` runs that method alone, with the settings of the experiment.
     """
     configs = compose_variants(config)  # all of them: a mistake in the last one is found before the first one runs
+    if runs_alone(config):
+        run_variant(*configs.values())
+        return
     shared = compose_variant(config, None, command_overrides())
     config = replace(config, model=shared.model, data=shared.data)  # which name the folder of the run
     what = f"{len(configs)} variants of {name_model(shared)} on {name_data(shared)}, seed {config.seed}"
-    print(
-        f"{config.experiment}: {what}; {describe_budget(replace(config, variant=None))}\nvariants: {', '.join(configs)}"
-    )
-    if config.variant:
-        if errors := run_variants(configs):
-            raise UserError(f"variant {config.variant} failed: {errors[config.variant]}")
-        return
+    print(f"{config.experiment}: {what}; {describe_budget(config)}\nvariants: {', '.join(configs)}")
     with lock_run_dir(config):
         errors = run_variants(configs)
         with record_run(config) as run:
@@ -57,12 +55,17 @@ def compare(config: Config) -> None:
             ]
             records = [record for variant in configs.values() if (record := earlier_record(variant))]
             if measured := next((r for r in records if r.find("nll", variant="base") is not None), None):
-                run.record.model, run.record.data = measured.model, measured.data
+                run.record.model = measured.model
+                run.record.data = {key: value for key, value in measured.data.items() if key != TRAINING_TEXT}
     if errors:
         raise UserError(
             f"variants failed: {', '.join(errors)} ({len(errors)} of {len(configs)}), for the reasons in {run.folder}. "
             "Re-run the same command to run them again, or leave them out of variants."
         )
+
+
+def run_variant(config: Config) -> None:
+    (evaluate_adapter if config.adapter else train)(config)
 
 
 def run_variants(configs: dict[str, Config]) -> dict[str, str]:
@@ -74,7 +77,7 @@ def run_variants(configs: dict[str, Config]) -> dict[str, str]:
     for number, (name, config) in enumerate(to_run.items(), start=1):
         print(f"\nvariant {number} of {len(to_run)}: {name}")
         try:
-            (evaluate_adapter if config.adapter else train)(config)
+            run_variant(config)
         except (OSError, InUse):  # a full disk fails every variant; a command that runs one may run the others too
             raise
         except Exception as error:  # of any method's code

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from focus_exp.checks import check_processes
 from focus_exp.config import Config, PhaseConfig
 from focus_exp.errors import UserError
-from focus_exp.jobs.train import attach_method, compose_fit_variants
+from focus_exp.jobs.train import attach_method
 from focus_exp.models.files import find_local_model
 from focus_exp.models.lora import Linear
 from focus_exp.models.methods import is_trainable
@@ -58,7 +58,6 @@ def plan_run(config: Config) -> dict[str, Any]:
     Raises:
         UserError: if the run is refused, or on every number of GPUs that it fits.
     """
-    compose_fit_variants(config)  # refuses those that are not fitted
     model, trainer, settings = build_model(config), config.trainer, config.plan
     phases, trains_base = [phase for _, phase in config.phases], config.recipe.trains("all")
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

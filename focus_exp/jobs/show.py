@@ -39,22 +39,26 @@ def show(config: Config, package: str | None = None) -> None:
 
 
 def resolve(config: Config) -> tuple[Config, dict[str, Config]]:
-    """Return the configuration that runs, and by name those of the variants that it compares or fits."""
-    if not (config.job == "compare" or config.adapter or config.eval.fit_variants):
+    """Return the configuration that runs, and by name those of the variants that it compares."""
+    if not (config.job == "compare" or config.adapter):
         return config, {}
     # imports torch, which takes seconds
-    from focus_exp.jobs.train import compose_fit_variants
-    from focus_exp.runs.compose import command_overrides, compose_adapter, compose_variant, compose_variants
+    from focus_exp.runs.compose import (
+        command_overrides,
+        compose_adapter,
+        compose_variant,
+        compose_variants,
+        runs_alone,
+    )
 
     if config.job == "compare":
         variants = compose_variants(config)
-        if config.variant:
-            return variants[config.variant], {}
+        if runs_alone(config):
+            return next(iter(variants.values())), {}
         shared = compose_variant(config, None, command_overrides())
         names = {name: getattr(config, name) for name in NAMES}
         return replace(shared, **names), variants
-    main = compose_adapter(config) if config.adapter else config
-    return main, compose_fit_variants(main) if config.job == "train" else {}
+    return compose_adapter(config), {}
 
 
 def changed(values: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:

@@ -15,27 +15,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FocusOptions
 from focus_exp.config import Config, FitConfig, RecipeConfig, TuneConfig, get_method_options
-from focus_exp.data import SequenceDataset, load_corpus
+from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
-from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.fitting.balance import balance_groups
 from focus_exp.fitting.cache import fit_attached
 from focus_exp.fitting.focus import temporary_calibration, warm_start
-from focus_exp.identity import identity
 from focus_exp.jobs.evaluate import load_trained
 from focus_exp.models.adapter import save_adapter
 from focus_exp.models.attach import attach
 from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
-from focus_exp.models.methods import attached_methods, is_causal, is_trainable, set_routing, swap_attachment
+from focus_exp.models.methods import attached_methods, is_causal, is_trainable, set_routing
 from focus_exp.results.measurement import Measurement, soft_variant
 from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
-from focus_exp.runs.compose import command_overrides, compose_variant, variant_name
 from focus_exp.runs.cost import estimate
 from focus_exp.runs.open import Run, open_run
-from focus_exp.runs.prepare import Setup, count_training_tokens, prepare, training_sequences
-from focus_exp.runs.resume import check_fit_variants, finished_record, print_finished
+from focus_exp.runs.prepare import Setup, prepare, training_sequences
+from focus_exp.runs.resume import finished_record, print_finished
 from focus_exp.storage import atomic_write, file_lock
 from focus_exp.training.callbacks import PROBES, probe_tokens, read_probes
 from focus_exp.training.checkpoints import checkpoint_path, remove_damaged
@@ -58,20 +55,16 @@ def train(config: Config) -> None:
     """Measure the base, attach, train, switch to hard routing, measure again.
 
     A run is written to runs/<experiment>/<model>-<data>-<device>/<method or variant>-seed<n>-<config hash>:
-    config.yaml, metrics.jsonl, probe.jsonl (router load on held-out tokens during training), adapter/, one
-    adapter-<variant>/ for each of eval.fit_variants, model/ where all weights are trained, record.json,
-    measurements.csv, losses.csv, table.md, figures/ and a W&B run (online with a key; logger.wandb=disabled writes
-    none). Re-run the same command to resume, to the same numbers; overwrite=true repeats a finished run. With a frozen
-    base perplexity is measured on 4 sequences before a router is trained, then on 16, 64, ... and all; the table is
-    printed and written each time, and last with the variants of eval.fit_variants.
+    config.yaml, metrics.jsonl, probe.jsonl (router load on held-out tokens during training), adapter/, model/ where all
+    weights are trained, record.json, measurements.csv, losses.csv, table.md, figures/ and a W&B run (online with a key;
+    logger.wandb=disabled writes none). Re-run the same command to resume, to the same numbers; overwrite=true repeats a
+    finished run. With a frozen base perplexity is measured on 4 sequences before a router is trained, then on 16, 64,
+    ... and all; the table is printed and written each time.
 
     assets=auto|hub|embedded chooses where weights and data may come from. A substitute is named in the first lines,
     in the path and in every table. Shorter than 256 tokens on a CPU and 2,048 on a GPU, masked attention gives the
     same result without a speedup.
     """
-    fitted = compose_fit_variants(config)
-    hashes = {name: identity(variant)[:8] for name, variant in fitted.items()}
-    check_fit_variants(config, hashes)
     if print_finished(config):
         return
     device = choose_device(config.trainer.accelerator)
@@ -81,7 +74,6 @@ def train(config: Config) -> None:
     tuned, trials = tune_learning_rate(config)
     with process_group(config.trainer, device.type), open_run(config) as run:
         run.config, run.record.config, run.record.trials = tuned, asdict(tuned), trials
-        run.record.fit_variants = hashes
         if trials:
             print(f"learning rate {last_rate(tuned):g}, the best of {len(trials)} on validation text")
         with sequential_by_rank(config.trainer.devices):
@@ -92,11 +84,10 @@ def train(config: Config) -> None:
         if has_lora:
             run_on_rank_zero(model, setup.measure_base)
         attach_method(model, tuned)
-        texts = {name: variant_text(variant, tuned, setup, sequences) for name, variant in fitted.items()}
         if not has_lora:
             run_on_rank_zero(model, setup.measure_base)
         if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
-            print(estimate(tuned, setup.perplexity, [*fitted.values()]))
+            print(estimate(tuned, setup.perplexity))
         with run.count_training_time():
             fit(run, model, sequences, setup)
             if tuned.recipe.trains("all"):
@@ -106,13 +97,9 @@ def train(config: Config) -> None:
         others = run.record.measurements
 
         def print_round(scored: int, total: int) -> None:
-            more = ", others to be fitted" if scored == total else ""
-            print_table(run, setup, others, f"{scored} of {total} sequences scored{more}")
+            print_table(run, setup, others, f"{scored} of {total} sequences scored")
 
-        def fit_more() -> None:
-            others.extend(fit_variants(run, model, texts, fitted, setup.perplexity))
-
-        run_on_rank_zero(model, lambda: setup.measure_attached(print_round, fit_more if fitted else None))
+        run_on_rank_zero(model, lambda: setup.measure_attached(print_round))
         run.record.measurements = others
         setup.write(run)
 
@@ -143,18 +130,13 @@ def save_weights(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
         tokenizer.save_pretrained(new)
 
 
-def trains_router(config: Config) -> bool:
-    """Return whether a router is trained or fitted, not loaded or left at its initialization."""
-    return not config.adapter and bool(config.fitting or config.phases)
-
-
 def load_or_fit_router(run: Run, setup: Setup) -> bool:
     """Attach the adapter's router, or train one as recipe and method say; False if it stays untrained."""
     config, model = run.config, setup.model
     if config.adapter:
         load_trained(run, model)
         return True
-    sequences = training_sequences(config, setup) if trains_router(config) else None
+    sequences = training_sequences(config, setup) if config.is_trained else None
     attach_method(model, config)
     run.record.method = {"name": config.attention.name, "causal": is_causal(model)}
     if sequences is not None:
@@ -292,54 +274,6 @@ def fit_to_base(
     return sample, *fit_attached(model, sample, options, precision, cache, seed)
 
 
-def compose_fit_variants(config: Config) -> dict[str, Config]:
-    """Compose the variants of eval.fit_variants by name; UserError if one is not fitted."""
-    variants = {}
-    for path in config.eval.fit_variants:
-        variant = compose_variant(config, path, command_overrides())
-        if variant.fitting is None or config.attention.method == "full":
-            raise UserError(
-                "eval.fit_variants must be variants of a fitted method, such as focus_dual, next to another attention "
-                f"method (got {path} and attention={config.attention.name})."
-            )
-        variants[variant_name(path)] = variant
-    return variants
-
-
-def variant_text(variant: Config, config: Config, setup: Setup, sequences: SequenceDataset) -> SequenceDataset:
-    """Return the sequences that a variant is fitted to: of its own text, where it sets data.*."""
-    if variant.data == config.data:
-        return sequences
-    corpus = load_corpus(
-        variant.data, setup.tokenizer, assets=config.assets, cache=cache_root(config.cache_dir),
-        train_tokens=count_training_tokens(variant),
-    )  # fmt: skip
-    return training_sequences(variant, replace(setup, corpus=corpus))
-
-
-def fit_variants(
-    run: Run,
-    model: PreTrainedModel,
-    texts: dict[str, SequenceDataset],
-    variants: dict[str, Config],
-    evaluator: PerplexityEvaluator,
-) -> list[Measurement]:
-    """Fit variants to the frozen base, save their adapters, and let `evaluator` score them; returns measurements."""
-    rows = []
-    for name, variant in variants.items():
-        assert variant.fitting is not None
-        folder = run.folder / f"adapter-{name}"
-        pl.seed_everything(run.config.seed, verbose=False)
-        with swap_attachment(model, variant.attention.method, get_method_options(variant.attention)):
-            sample, measurements, seconds = fit_to_base(run, model, texts[name], variant.fitting)
-            extra = {"trained_with": run.config.model.name, "substitution": run.record.model.get("substitution")}
-            extra |= {"tokens": sum(map(len, sample)), "seed": run.config.seed, "fit_seconds": seconds}
-            save_adapter(model, folder, extra)
-        rows += measurements
-        evaluator.adapters.append(str(folder))
-    return rows
-
-
 def count_trainable(model: PreTrainedModel, config: Config) -> int:
     """Return the number of parameters that are trained in any phase or fitted before."""
     parts = {phase.trainable for _, phase in config.phases} | ({"router"} if config.fitting else set())
@@ -374,7 +308,7 @@ def make_trial(config: Config, factor: float) -> Config:
     top_ks = [config.attention.routing["top_k"]] if config.attention.is_soft else []
     evaluation = replace(
         config.eval, split="validation", max_sequences=tune.sequences, tasks=[], controls=False,
-        top_k=top_ks, limit=None, long_range_limit=None, fit_variants=[],
+        top_k=top_ks, limit=None, long_range_limit=None, data=None,
         adapters=[],
     )  # fmt: skip
     return replace(

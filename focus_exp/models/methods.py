@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from focus_exp.attention.base import BACKENDS, AttentionMethod, Observer
-from focus_exp.attention.registry import build, find
+from focus_exp.attention.registry import find
 from focus_exp.errors import UserError
 
 log = logging.get_logger(__name__)
@@ -235,20 +235,6 @@ def swap_methods(model: PreTrainedModel, methods: dict[int, AttentionMethod]) ->
     finally:
         for index, module in modules.items():
             module.focus = before[index]
-
-
-@contextmanager
-def swap_attachment(model: PreTrainedModel, method: str, options: dict[str, Any]) -> Iterator[PreTrainedModel]:
-    """Attach another method, untrained, to the same layers in the block."""
-    attachment = get_attachment(model)
-    before = attachment.method, attachment.options
-    methods = {i: build(method, m.shape, **options).eval() for i, m in attached_methods(model).items()}
-    attachment.method, attachment.options = method, dict(options)
-    try:
-        with swap_methods(model, methods):
-            yield model
-    finally:
-        attachment.method, attachment.options = before
 
 
 def set_routing(

@@ -11,7 +11,7 @@ from focus_exp.results.record import Record
 
 
 def join_variants(runs: Mapping[str, Record], rows: Mapping[str, list[Any]]) -> list[Any]:
-    """Return the rows of a comparison: of the base and of each variant its primary ones.
+    """Return the rows of a comparison: of the base and of each variant its primary ones, or all next to controls.
 
     Args:
         rows: by variant, of its run.
@@ -25,7 +25,11 @@ def join_variants(runs: Mapping[str, Record], rows: Mapping[str, list[Any]]) -> 
         if not base and any(row.kind == BASE and row.source == "rows" for row in own):
             base = [row for row in own if row.kind == BASE and row.source in ("rows", "benchmarks")]
         primary = next((r for r in own if r.primary and r.source == "rows" and r.metric == "perplexity"), Row())
-        joined += [row._replace(**facts) for row in own if represents(row, primary)]
+        shown = own if run.setting("eval", "controls") else [row for row in own if represents(row, primary)]
+        for row in shown:
+            if row.kind != BASE:
+                reference = name if primary.name and row.reference == primary.name else row.reference
+                joined.append(row._replace(**facts, reference=reference))
     return [*(row._replace(variant=None) for row in base), *joined]
 
 
@@ -48,7 +52,7 @@ def pair_variants(record: Record, runs: Mapping[str, Record], rows: Iterable[Any
 
     Variants that scored the same tokens are paired with the first of them, with `references`, and as in claims.yaml.
     """
-    levels = {row.variant: row for row in rows if row.source == "rows" and row.metric == "perplexity"}
+    levels = {row.variant: row for row in rows if row.source == "rows" and row.metric == "perplexity" and row.primary}
     scored = {name: run for name, run in runs.items() if name in levels and TEXT in run.losses}
     tokens = {name: scored_tokens(run) for name, run in scored.items()}
     firsts = {tokens[name]: name for name in reversed(scored)}

@@ -28,7 +28,7 @@ from focus_exp.reporting.frame import (
 from focus_exp.results.intervals import student
 from focus_exp.results.measurement import MIN_SPARSITY, WITHOUT_MASK, Measurement, exp
 from focus_exp.results.metrics import METRICS, read_metrics
-from focus_exp.results.record import Record
+from focus_exp.results.record import TRAINING_TEXT, Record
 from focus_exp.results.runs import find_variants, load_variants, read_runs
 
 QUICK = "quick"
@@ -156,6 +156,7 @@ def describe_run(name: str, record: Record) -> dict[str, Any]:
         "setup": key if record.variants else f"{record.experiment}-{key}",
         "model": (None if is_local else model.get("name")) or record.setting("model", "name"),
         "data": data.get("name") or record.setting("data", "name"),
+        "training_text": data.get(TRAINING_TEXT, {}).get("name"),
         "is_model_substituted": bool(model.get("substitution")),
         "is_data_substituted": bool(data.get("substitution")),
         "model_params": model.get("parameters"),

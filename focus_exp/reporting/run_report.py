@@ -60,7 +60,8 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     run = results.runs.iloc[-1]
     own = results.rows[results.rows.own_tokens.notna()]
     tokens = {name: f"{name} {count}" for name, count in zip(own["name"], own.train_tokens, strict=True)}
-    facts = {name: run[name] for name in ("model", "data", "device", "seed", "steps")}
+    facts = {"model": run.model, "data": run.data, "training text": run.training_text}
+    facts |= {name: run[name] for name in ("device", "seed", "steps")}
     facts |= {"training tokens": ", ".join([str(run.train_tokens), *tokens.values()])}
     facts |= {"commit": run.commit, "config": run.config_hash}
     facts |= {"status": run.status if pd.isna(run.error) else f"{run.status}, {run.error}"}
@@ -93,7 +94,7 @@ def quality_table(rows: pd.DataFrame) -> pd.DataFrame:
     changes = format_changes(filter_rows(rows, {"source": "rows", "metric": "nll_change"}))
     shown = [
         {
-            "variant": row.variant or row.name,
+            "variant": BASE if row.kind == BASE else row.variant or row.name,
             "routing": row.name,
             "perplexity": "failed" if row.error else format_number(row.value),
             "ΔPPL [%], base": changes.get((row.subject, row.variant, BASE), ABSENT),

@@ -238,7 +238,7 @@ def transfer(results: Results) -> pd.DataFrame:
         return pd.DataFrame()
     moved = moved[(moved.experiment == "transfer") & (moved.reference == BASE)]
     commands = moved.runs.map(runs(results).set_index("run").command)
-    router = moved.name.where(moved.name != "focus_dual", commands.str.extract(r"transfer/(\w+)\]")[0])
+    router = moved.variant.where(moved.variant != "focus_dual", commands.str.extract(r"transfer/(\w+)\]")[0])
     moved = moved.assign(router=router.str.removeprefix("focus_dual, "), seeds=moved.num_seeds)
     points = points[(points.experiment == "frontier") & (points.tokens == 4096)]
     texts = points["data"].map({value: name for name, value in read_yaml("tables")["names"].items()})
@@ -296,7 +296,7 @@ def pitfalls(results: Results) -> pd.DataFrame:
     """Return what a reader of the paper could mistake, with measurements."""
     rows = results.rows[results.rows.status == "finished"].sort_values("started", kind="stable")
     changes = filter_rows(rows, {"source": "rows", "metric": "nll_change"})
-    soft = filter_rows(changes, {"reference": SOFT, "mask_active": True})
+    soft = filter_rows(changes, {"reference": SOFT, "mask_active": True, "first_variant": None})
     published = (soft.experiment == "compare") & soft.variant.isin(["focus", "focus_paper"])
     published |= soft.experiment.isin(["retrofit_124m", "leak"])
     many = filter_rows(changes, {"reference": BASE, "kind": "hard", "pair_rule": "share"}).dropna(subset=["top_k"])

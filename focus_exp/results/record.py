@@ -13,6 +13,7 @@ from focus_exp.results.measurement import MEASUREMENTS, Measurement, format_meas
 from focus_exp.storage import replace_file
 
 RECORD = "record.json"
+TRAINING_TEXT = "trained_on"  # key of Record.data, where the text that was scored is another one
 Status = Literal["running", "finished", "failed", "interrupted"]
 
 
@@ -51,7 +52,6 @@ class Record:
         tokens_seen: of training steps and of the sequences that routers were fitted to and balanced on.
         fit_seconds: of `train_seconds`, before any phase, in whichever run the fit was made.
         setup: equal for runs that differ in their seed only; of a run in tables, which have a part of its `config`.
-        fit_variants: configuration hashes of eval.fit_variants, by name.
         continuations: texts of job=generate.
         warnings: of the run about itself.
         error: why the run did not finish, or how far it is while it runs. A killed run stays `running`.
@@ -82,7 +82,6 @@ class Record:
     peak_memory_bytes: int | None = None
     trials: list[Trial] = field(default_factory=list)
     variants: list[VariantRun] = field(default_factory=list)
-    fit_variants: dict[str, str] = field(default_factory=dict)
     continuations: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     error: str | None = None
@@ -172,4 +171,4 @@ class Record:
 
 @cache
 def _adapter() -> TypeAdapter[Record]:
-    return TypeAdapter(with_config(ConfigDict(extra="forbid", ser_json_inf_nan="strings"))(Record))
+    return TypeAdapter(with_config(ConfigDict(ser_json_inf_nan="strings"))(Record))

@@ -48,8 +48,8 @@ def name_model(config: Config) -> str:
 
 
 def name_data(config: Config) -> str:
-    """Return the name of the corpus that is read, which a substitute keeps."""
-    data = config.data
+    """Return the name of the corpus that is scored, which a substitute keeps."""
+    data = config.scored_data
     if data.source == "files":
         files = str(data.files)
         return to_slug(files.split(":")[1].split("/")[0] if files.startswith("package:") else _own_name(Path(files)))

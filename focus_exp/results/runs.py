@@ -31,7 +31,7 @@ KEPT = [
     *("job", "variant", "adapter", "references", "budget.name", "model.name", "data.name", "recipe.lora.rank"),
     *(f"model.architecture.{key}" for key in ("model_type", "num_attention_heads", "num_key_value_heads")),
     *(f"attention.{key}" for key in ("method", "groups", "window", "top_k", "pair_rule")),
-    *(f"eval.{key}" for key in ("seq_len", "max_sequences", "split")),
+    *(f"eval.{key}" for key in ("seq_len", "max_sequences", "split", "controls")),
 ]
 
 

@@ -25,15 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from focus_exp.attention.options import did_you_mean
 from focus_exp.checks import drop_file_fields, parse, validate
 from focus_exp.cli import explain_error, quote
-from focus_exp.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RecipeConfig,
-    build_attention,
-    find_schema,
-    is_fitted,
-)
+from focus_exp.config import Config, ModelConfig, RecipeConfig, build_attention, find_schema, is_fitted
 from focus_exp.errors import UserError, first_line
 from focus_exp.identity import flatten, identity
 from focus_exp.models.adapter import BASE_HINT, read_description
@@ -41,9 +33,6 @@ from focus_exp.results.record import RECORD, Record
 
 BASE = "base"  # row of the unmodified model in a comparison's tables
 GROUP = "variant"
-TEXT = {"data", *(f"data.{item.name}" for item in fields(DataConfig))} - {
-    "data.seq_len", "data.max_train_tokens", "data.max_test_tokens", "data.hidden_facts"
-}  # fmt: skip
 
 
 def compose_overrides(overrides: list[str], others: Sequence[str] = (), *, changes_method: bool = False) -> Config:
@@ -69,14 +58,22 @@ def command_overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
+def runs_alone(config: Config) -> bool:
+    """Return whether the command chooses one variant, or with attention= a method, which all variants would have."""
+    return bool(config.variant) or "attention" in {o.key_or_group for o in parse_overrides(command_overrides())}
+
+
 def compose_variants(config: Config) -> dict[str, Config]:
-    """Compose the comparison's variants by name, or only `config.variant` where the command line chose one.
+    """Compose the comparison's variants by name, or the one run that the command line chose.
 
     Raises:
         UserError: if two of them are the same run, by a setting that was typed for all.
     """
-    chosen = [config.variant] if config.variant else map(variant_name, config.variants)
-    variants = {name: compose_variant(config, name, command_overrides()) for name in chosen}
+    chosen: list[str | None] = [*map(variant_name, config.variants)]
+    if runs_alone(config):
+        chosen = [config.variant]
+    runs = [compose_variant(config, name, command_overrides()) for name in chosen]
+    variants = {run.variant or run.attention.name: run for run in runs}
     names_by_run: dict[str, list[str]] = {}
     for name, variant in variants.items():
         names_by_run.setdefault(identity(variant), []).append(name)
@@ -91,8 +88,7 @@ def compose_variants(config: Config) -> dict[str, Config]:
 def compose_variant(config: Config, name: str | None, overrides: list[str]) -> Config:
     """Compose one variant of a comparison, or what all of them share (`name` None).
 
-    The command's overrides take precedence over the variant's settings, but for those of eval.fit_variants. With an
-    adapter it is measured, not trained.
+    The command's overrides take precedence over the variant's settings. With an adapter it is measured, not trained.
 
     Raises:
         UserError: naming the variant, if it does not exist or its settings are invalid.
@@ -109,10 +105,7 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
         raise UserError(f"its name must not be {BASE}, the row of the unmodified model. Rename its file.")
     paths = variant_paths(config, name)
     settings = {key for path in paths for key in read_settings(path)}
-    own = {GROUP}
-    if name in config.eval.fit_variants:  # the command's are those of the method and text that it is measured next to
-        own |= settings | (TEXT if "data" in settings else set())
-    typed = [str(o.input_line) for o in parse_overrides(overrides) if o.key_or_group not in own]
+    typed = [str(o.input_line) for o in parse_overrides(overrides) if o.key_or_group != GROUP]
     overlays = [f"+{GROUP}=[{','.join(paths)}]"] if paths else []
     composed = compose_overrides(typed, overlays, changes_method=bool(settings & {"attention", "recipe"}))
     job = "evaluate" if composed.adapter else "train"
@@ -120,6 +113,7 @@ def compose_checked(config: Config, name: str | None, overrides: list[str]) -> C
     if name and variant.attention.method == "full" and not variant.phases:
         raise UserError("it is the unmodified base model, which every comparison measures. Leave it out of variants.")
     if not variant.adapter:
+        validate(variant)  # as job=train
         return variant
     method = read_description(variant.adapter)["method"]
     if name and method != variant.attention.method:
@@ -290,10 +284,11 @@ def describe_budget(config: Config) -> str:
     A variant has the budget of its comparison, which has said so.
     """
     budget = str(config.budget["name"])
-    if config.variant or not HydraConfig.initialized():
+    overrides = [o for o in parse_overrides(command_overrides()) if o.key_or_group != "budget"]
+    is_compared = config.variant and GROUP not in {o.key_or_group for o in overrides}
+    if is_compared or not HydraConfig.initialized():
         return f"budget={budget}"
     other = "embedded" if budget == "paper" else "paper"
-    overrides = [o for o in parse_overrides(command_overrides()) if o.key_or_group != "budget"]
 
     def count_steps(name: str) -> int:
         theirs = compose_overrides([*(str(o.input_line) for o in overrides), f"budget={name}"])

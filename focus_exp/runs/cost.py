@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from focus_exp.config import Config
 from focus_exp.evaluation.perplexity import PerplexityEvaluator
 from focus_exp.evaluation.variants import BASE
@@ -14,13 +12,10 @@ from focus_exp.models.methods import is_causal
 ROUTED, TRAINED, OBSERVED, FITTED = 0.85, 3.0, 4.0, 0.27
 
 
-def estimate(config: Config, evaluator: PerplexityEvaluator, variants: Sequence[Config]) -> str:
+def estimate(config: Config, evaluator: PerplexityEvaluator) -> str:
     """Return one line on the minutes that job=train takes; fits in the cache take none.
 
     Passes over a sequence, times the seconds of one of the base, on the first sequences.
-
-    Args:
-        variants: eval.fit_variants, fitted to the base too.
     """
     if BASE not in evaluator.scores:
         return "estimate: none, because the base could not be scored"
@@ -39,11 +34,13 @@ def estimate(config: Config, evaluator: PerplexityEvaluator, variants: Sequence[
     total, first = sum(map(len, evaluator.rounds)), len(evaluator.rounds[0])
     before = first * (bool(recipe.router) and evaluator.is_base_frozen)  # the router before its training
     bases = 1 + (recipe.trains("lora") or recipe.trains("all"))
-    passes["scoring"] = bases * total + ROUTED * (rows * (total + before) + len(variants) * total)
-    for fitting in filter(None, (fitted.fitting for fitted in (*variants, config))):
+    passes["scoring"] = bases * total + ROUTED * rows * (total + before)
+    if fitting := config.fitting:
         passes["fit"] += OBSERVED * fitting.sequences + FITTED * fitting.steps
     seconds = evaluator.scores[BASE].seconds / len(evaluator.scored)
     count = sum(passes.values())
     parts = ", ".join(f"{stage} {count:.0f}" for stage, count in passes.items() if count)
     without = ", without eval.tasks" if settings.tasks else ""
-    return f"estimate: {count * seconds / 60:.1f} minutes, {count:.0f} passes of {seconds:.2f} s ({parts}{without})"
+    name = f" of {config.variant}" if config.variant else ""
+    minutes, detail = count * seconds / 60, f"{count:.0f} passes of {seconds:.2f} s ({parts}{without})"
+    return f"estimate{name}: {minutes:.1f} minutes, {detail}"

@@ -28,7 +28,7 @@ from focus_exp.reporting.load import Results
 from focus_exp.reporting.run_report import TABLE, write_run_report
 from focus_exp.reporting.wandb import init_options, log_run, wandb_mode
 from focus_exp.results.environment import command_line, environment
-from focus_exp.results.record import RECORD, Record
+from focus_exp.results.record import RECORD, TRAINING_TEXT, Record
 from focus_exp.results.run_dir import earlier_record, lock_path, name_data, name_model, run_folder
 from focus_exp.runs.compose import command_overrides, describe_budget
 from focus_exp.runs.resume import check_fingerprint, resume_record
@@ -114,7 +114,8 @@ def setup_key(config: Config, record: Record) -> str:
     """Hash what runs that differ in their seed alone share: settings, model, text, kind of device and training."""
     # random weights are drawn from the seed
     weights = None if record.model.get("source") == "random" else record.model.get("fingerprint")
-    used = [record.model.get("name"), weights, record.data.get("name"), record.data.get("fingerprint")]
+    texts = [record.data, *filter(None, [record.data.get(TRAINING_TEXT)])]
+    used = [record.model.get("name"), weights, *(text.get(key) for text in texts for key in ("name", "fingerprint"))]
     device = record.device.partition(",")[0]  # cpu or cuda
     key = [identity(config, of="setup"), *used, device, record.steps, record.tokens_seen]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
@@ -123,7 +124,8 @@ def setup_key(config: Config, record: Record) -> str:
 def describe_work(config: Config) -> str:
     """Return one line on what is about to run."""
     phases = ", then ".join(f"{phase.steps} steps ({phase.trainable})" for _, phase in config.phases)
-    work = f"adapter {config.adapter}" if config.adapter else phases or "no training"
+    fit = f"fit of {config.fitting.steps} steps a layer" if config.fitting else "no training"
+    work = f"adapter {config.adapter}" if config.adapter else phases or fit
     what = f"{config.recipe.name} of {name_model(config)} with {config.attention.name} on {name_data(config)}"
     return f"{config.job} {config.experiment}: {what}, seed {config.seed}: {work}; {describe_budget(config)}"
 

@@ -6,9 +6,11 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +19,7 @@ from focus_exp.assets import cache_root
 from focus_exp.attention.base import SPARSE_FROM
 from focus_exp.attention.kernels import KERNELS, KernelRequirements, cpu_sparse
 from focus_exp.config import Config, ModelConfig
-from focus_exp.data import SPLITS, Corpus, SequenceDataset, TokenStream, find_prefix, load_corpus
+from focus_exp.data import Corpus, SequenceDataset, TokenStream, find_prefix, load_corpus
 from focus_exp.data.texts import find_texts
 from focus_exp.errors import UserError
 from focus_exp.evaluation.benchmarks import BenchmarkEvaluator
@@ -26,10 +28,11 @@ from focus_exp.identity import identity
 from focus_exp.models.adapter import read_adapter
 from focus_exp.models.load import count_positions, load_model
 from focus_exp.results.losses import LOSSES, TEXT, write_losses
+from focus_exp.results.record import TRAINING_TEXT
 from focus_exp.results.run_dir import run_folder
 from focus_exp.runs.compose import base_overrides, compose_base, needs_base
 from focus_exp.runs.open import Run
-from focus_exp.runs.resume import finished_record
+from focus_exp.runs.resume import check_fingerprint, finished_record
 from focus_exp.speed.model import model_shape
 from focus_exp.storage import file_lock
 from focus_exp.training.distributed import is_main, place_base
@@ -45,7 +48,7 @@ class Setup:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    corpus: Corpus
+    training_text: TokenStream
     perplexity: PerplexityEvaluator
     benchmarks: BenchmarkEvaluator
 
@@ -59,11 +62,9 @@ class Setup:
         self.benchmarks.measure_base()
         self.benchmarks.require_score()
 
-    def measure_attached(
-        self, on_round: Callable[[int, int], None] | None = None, fit_more: Callable[[], None] | None = None
-    ) -> None:
+    def measure_attached(self, on_round: Callable[[int, int], None] | None = None) -> None:
         """Score what is attached or trained; see `PerplexityEvaluator`."""
-        self.perplexity.measure_attached(on_round, fit_more)
+        self.perplexity.measure_attached(on_round)
         self.benchmarks.measure_attached()
 
     def write(self, run: Run) -> None:
@@ -84,8 +85,9 @@ def prepare(run: Run) -> Setup:
         UserError: if they are not available or do not fit each other.
     """
     config, cache = run.config, cache_root(run.config.cache_dir)
-    if config.data.source == "files":  # checked before a model is downloaded or trained
-        find_texts(str(config.data.files))
+    for data in [config.data, config.scored_data][: 1 + (config.eval.data is not None)]:
+        if data.source == "files":  # checked before a model is downloaded or trained
+            find_texts(str(data.files))
     building = build_kernel(config, run.precision.device)
     loaded = load_model(
         train_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=run.precision.weights,
@@ -95,11 +97,7 @@ def prepare(run: Run) -> Setup:
     parameters = sum(p.numel() for p in model.parameters())
     run.describe("model", loaded.provenance, f"{parameters:,} parameters", parameters=parameters)
     place_base(model, config, run.precision.device)
-    needed = count_training_tokens(config)
-    corpus = load_corpus(config.data, tokenizer, assets=config.assets, cache=cache, train_tokens=needed)
-    tokens = {name: len(getattr(corpus, name)) for name in SPLITS}
-    detail = ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items())
-    run.describe("data", corpus.provenance, detail, tokens=tokens)
+    trained, corpus = load_texts(run, tokenizer)
     run.save()
     check_length(model, "eval.seq_len", config.eval.seq_len, config.model.name)
     held_out = corpus.validation if config.eval.split == "validation" else corpus.test
@@ -126,7 +124,26 @@ def prepare(run: Run) -> Setup:
         shared / "benchmarks",
         warn=run.warn,
     )
-    return Setup(model, tokenizer, corpus, perplexity, benchmarks)
+    return Setup(model, tokenizer, trained.train, perplexity, benchmarks)
+
+
+def load_texts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Corpus, Corpus]:
+    """Load, print and record the text that is trained on and the one that is scored, by default the same."""
+    config, facts = run.config, dict[str, Any]()
+    load = partial(load_corpus, tokenizer=tokenizer, assets=config.assets, cache=cache_root(config.cache_dir))
+    needed = count_training_tokens(config)
+    trained = scored = load(config.scored_data, train_tokens=1 if config.eval.data else needed)
+    if config.eval.data and config.is_trained:
+        trained = load(config.data, train_tokens=needed)
+        text = trained.provenance
+        check_fingerprint("training text", run.record.data.get(TRAINING_TEXT, {}), text.fingerprint, run.folder)
+        facts[TRAINING_TEXT] = {"name": text.name, **asdict(text)}
+        print(f"training text: {text.used} ({text.source})")
+    streams = {"train": trained.train, "validation": scored.validation, "test": scored.test}
+    tokens = {name: len(stream) for name, stream in streams.items()}
+    detail = ", ".join(f"{name} {count:,} tokens" for name, count in tokens.items())
+    run.describe("data", scored.provenance, detail, tokens=tokens, **facts)
+    return trained, scored
 
 
 def shared_folder(run: Run, text: TokenStream, prefix: list[int], cache: Path) -> Path:
@@ -154,7 +171,7 @@ def training_sequences(config: Config, setup: Setup) -> SequenceDataset:
     """Cut the training text into sequences; UserError if model or text is too short for one."""
     check_length(setup.model, "data.seq_len", config.data.seq_len, config.model.name)
     prefix = find_prefix(setup.tokenizer)
-    return SequenceDataset(setup.corpus.train, config.data.seq_len, prefix=prefix, cross_documents=True)
+    return SequenceDataset(setup.training_text, config.data.seq_len, prefix=prefix, cross_documents=True)
 
 
 def check_length(model: PreTrainedModel, key: str, length: int, name: str) -> None:

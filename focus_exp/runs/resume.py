@@ -38,14 +38,6 @@ def print_finished(config: Config) -> bool:
     return True
 
 
-def check_fit_variants(config: Config, hashes: dict[str, str]) -> None:
-    """Raise UserError if files of eval.fit_variants, by configuration hash, have changed since the run started."""
-    record = None if config.overwrite else earlier_record(config)
-    changed = sorted(name for name, then in (record.fit_variants if record else {}).items() if hashes.get(name) != then)
-    if changed:
-        raise UserError(f"{', '.join(changed)} must be as when {run_folder(config)} started (got another). {REPEAT}")
-
-
 def check_fingerprint(part: str, earlier: dict[str, Any], fingerprint: str, folder: Path) -> None:
     """Raise UserError if the run started with another model or text, which its checkpoints belong to."""
     then = earlier.get("fingerprint")
