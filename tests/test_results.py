@@ -62,7 +62,7 @@ def test_model_and_data_are_named_after_what_runs(overrides: list[str], names: t
 
 
 def test_run_folder_is_named_after_what_runs() -> None:
-    config = make_config("+experiment=retrofit_124m", "assets=embedded", "trainer.accelerator=cpu")
+    config = make_config("+experiment=retrofit_124m", "job=train", "assets=embedded", "trainer.accelerator=cpu")
     folder = run_folder(config)
     assert folder.parts[:3] == ("runs", "retrofit", "smollm2_135m_q4-books-cpu")
     assert folder.name == f"focus-seed0-{identity(config)[:8]}"
