@@ -85,11 +85,10 @@ def plan_run(config: Config) -> dict[str, Any]:
             layout = replace(trainer, devices=gpus, num_nodes=1, strategy=strategy)
             if reason := next(check_processes(replace(config, job="train", trainer=layout)), None):
                 raise UserError(f"it fits {gpus} GPUs with trainer.strategy={strategy}, which are refused: {reason}")
-            return {
-                "strategy": strategy, "gpus": gpus, "parameters": size, "trainable": trained, "held": held,
-                "weights": weights / GIB, "checkpoint": checkpoint_bytes(trained) / GIB, "pflop": flops / 1e15,
-                "hours": flops / (3600 * gpus * PEAK[settings.gpu] * 1e12 * settings.utilization),
-            }  # fmt: skip
+            row = {"strategy": strategy, "gpus": gpus, "parameters": size, "trainable": trained}
+            row |= {"held": held, "weights": weights / GIB, "checkpoint": checkpoint_bytes(trained) / GIB}
+            hours = flops / (3600 * gpus * PEAK[settings.gpu] * 1e12 * settings.utilization)
+            return row | {"pflop": flops / 1e15, "hours": hours}
     raise UserError(
         f"{held:,.1f} GiB exceed {USABLE:.0%} of each of {gpus} GPUs. Type another plan.gpu, more plan.gpus, "
         "trainer.gradient_checkpointing=true, model.quantization=nf4 or a smaller trainer.batch_size."
