@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from focus_exp.assets import cache_root
 from focus_exp.attention.options import FocusOptions
-from focus_exp.config import Config, FitConfig, RecipeConfig, TuneConfig, get_method_options
+from focus_exp.config import Config, EvalConfig, RecipeConfig, TuneConfig, get_method_options
 from focus_exp.data import SequenceDataset
 from focus_exp.errors import UserError, first_line
 from focus_exp.fitting.balance import balance_groups
@@ -26,7 +26,7 @@ from focus_exp.models.attach import attach
 from focus_exp.models.load import fingerprint, gather_tensor
 from focus_exp.models.lora import add_lora, count_router_parameters, describe_lora, save_lora
 from focus_exp.models.methods import attached_methods, is_causal, is_trainable, set_routing
-from focus_exp.results.measurement import Measurement, soft_variant
+from focus_exp.results.measurement import soft_variant
 from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
 from focus_exp.runs.cost import estimate
@@ -94,19 +94,15 @@ def train(config: Config) -> None:
                 save_weights(run.folder, model, setup.tokenizer)
                 run.record.method["weights"] = fingerprint(model)  # of the base of runs with model.path=<this model>
 
-        others = run.record.measurements
-
         def print_round(scored: int, total: int) -> None:
-            print_table(run, setup, others, f"{scored} of {total} sequences scored")
+            print_table(run, setup, f"{scored} of {total} sequences scored")
 
         run_on_rank_zero(model, lambda: setup.measure_attached(print_round))
-        run.record.measurements = others
         setup.write(run)
 
 
-def print_table(run: Run, setup: Setup, others: list[Measurement], progress: str) -> None:
-    """Print and write the table of what has been scored, next to `others`; `progress` says how much that is."""
-    run.record.measurements = others
+def print_table(run: Run, setup: Setup, progress: str) -> None:
+    """Print and write the table of what has been scored; `progress` says how much that is."""
     setup.write(run)
     run.record.error = progress
     print(f"{progress}:")
@@ -194,11 +190,8 @@ def fit(run: Run, model: PreTrainedModel, sequences: SequenceDataset, setup: Set
             run_on_rank_zero(model, lambda: measure(phase))
 
     broadcast_attached(model)
-    record.steps = train_phases(
-        model, sequences, config, precision, run.folder, run.loggers,
-        probed=probe_tokens(evaluator.blocks) if evaluator else None,
-        between=between,
-    )  # fmt: skip
+    probed, folder, loggers = probe_tokens(evaluator.blocks) if evaluator else None, run.folder, run.loggers
+    record.steps = train_phases(model, sequences, config, precision, folder, loggers, probed=probed, between=between)
     fitted_tokens = sum(tokens.numel() for tokens in (*fitting, *balancing))
     record.tokens_seen = record.steps * tokens_per_step(config) + fitted_tokens
     record.measurements += read_probes(run.folder / PROBES, config.recipe.phases)
@@ -224,12 +217,12 @@ def fit(run: Run, model: PreTrainedModel, sequences: SequenceDataset, setup: Set
 
 def preview(run: Run, setup: Setup, balancing: list[Tensor]) -> None:
     """Print and write the table of the first sequences with the router that the warm start left."""
-    evaluator, others = setup.perplexity, run.record.measurements
+    evaluator = setup.perplexity
     with temporary_calibration(setup.model, balancing, run.precision):
         evaluator.measure_preview()
     scored, total = len(evaluator.scored), len(evaluator.indices)
-    print_table(run, setup, others, f"the router before its training, {scored} of {total} sequences scored")
-    run.record.measurements, run.record.error = others, None
+    print_table(run, setup, f"the router before its training, {scored} of {total} sequences scored")
+    run.record.error = None
 
 
 def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDataset, is_resumed: bool) -> list[Tensor]:
@@ -243,25 +236,10 @@ def fit_before_training(run: Run, model: PreTrainedModel, sequences: SequenceDat
             run_on_rank_zero(model, lambda: warm_start(model, sample, router.warm_start_steps, precision, seed))
             print(f"warm start: {len(sample)} sequences, {time.perf_counter() - start:.1f} s")
         return sample
-    if config.fitting is None:
+    options = config.fitting
+    if options is None:
         return []
-    sample, measurements, seconds = fit_to_base(run, model, sequences, config.fitting)
-    run.record.measurements += measurements
-    run.record.fit_seconds = seconds
-    # the fit counts as training time also where it comes from the cache
-    run.record.train_seconds = max(run.record.train_seconds or 0.0, seconds - (time.perf_counter() - start))
-    return sample
-
-
-def fit_to_base(
-    run: Run, model: PreTrainedModel, sequences: SequenceDataset, options: FitConfig
-) -> tuple[list[Tensor], list[Measurement], float]:
-    """Fit the attached method to the frozen base.
-
-    Returns:
-        the sequences that it took, its measurements, and the seconds in all runs that worked on it.
-    """
-    cache, seed, precision = cache_root(run.config.cache_dir), run.config.seed, run.precision
+    cache = cache_root(config.cache_dir)
     sample = sequences.sample(options.sequences, seed + 1)
     if len(sample) <= options.validation_sequences:
         raise UserError(
@@ -271,7 +249,12 @@ def fit_to_base(
         )
     if len(sample) < options.sequences:
         run.warn(f"fitted to {len(sample)} sequences: the training text has no more")
-    return sample, *fit_attached(model, sample, options, precision, cache, seed)
+    measurements, seconds = fit_attached(model, sample, options, precision, cache, seed)
+    run.record.measurements += measurements
+    run.record.fit_seconds = seconds
+    # the fit counts as training time also where it comes from the cache
+    run.record.train_seconds = max(run.record.train_seconds or 0.0, seconds - (time.perf_counter() - start))
+    return sample
 
 
 def count_trainable(model: PreTrainedModel, config: Config) -> int:
@@ -305,16 +288,12 @@ def make_trial(config: Config, factor: float) -> Config:
     """Return the trial of `factor` times the last phase's learning rate, shared by all seeds and experiments."""
     tune = config.recipe.tune
     seeded: dict[str, Any] = {"seed": tune.seed} if hasattr(config.attention, "seed") else {}
-    top_ks = [config.attention.routing["top_k"]] if config.attention.is_soft else []
-    evaluation = replace(
-        config.eval, split="validation", max_sequences=tune.sequences, tasks=[], controls=False,
-        top_k=top_ks, limit=None, long_range_limit=None, data=None,
-        adapters=[],
-    )  # fmt: skip
-    return replace(
-        config, experiment=TRIALS, variant=config.variant or config.recipe.name, seed=tune.seed, eval=evaluation,
-        recipe=with_rate(config, factor * last_rate(config)), attention=replace(config.attention, **seeded),
-    )  # fmt: skip
+    kept: dict[str, Any] = {name: getattr(config.eval, name) for name in ("seq_len", "batch_size", "bounds")}
+    kept["top_k"] = [config.attention.routing["top_k"]] if config.attention.is_soft else []
+    scored = EvalConfig(TRIALS, split="validation", max_sequences=tune.sequences, controls=False, **kept)
+    trial = replace(config, experiment=TRIALS, variant=config.variant or config.recipe.name, seed=tune.seed)
+    attention = replace(config.attention, **seeded)
+    return replace(trial, eval=scored, attention=attention, recipe=with_rate(config, factor * last_rate(config)))
 
 
 def run_trial(config: Config) -> Trial:

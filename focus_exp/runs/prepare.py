@@ -6,7 +6,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -28,6 +28,7 @@ from focus_exp.identity import identity
 from focus_exp.models.adapter import read_adapter
 from focus_exp.models.load import count_positions, load_model
 from focus_exp.results.losses import LOSSES, TEXT, write_losses
+from focus_exp.results.measurement import Measurement
 from focus_exp.results.record import TRAINING_TEXT
 from focus_exp.results.run_dir import run_folder
 from focus_exp.runs.compose import base_overrides, compose_base, needs_base
@@ -51,6 +52,7 @@ class Setup:
     training_text: TokenStream
     perplexity: PerplexityEvaluator
     benchmarks: BenchmarkEvaluator
+    written: list[Measurement] = field(default_factory=list)
 
     def measure_base(self) -> None:
         """Score the unmodified model; of perplexity the first round, unless its weights will be trained.
@@ -68,10 +70,11 @@ class Setup:
         self.benchmarks.measure_attached()
 
     def write(self, run: Run) -> None:
-        """Add the measurements to the record, and write their losses."""
-        run.record.measurements = [
-            *run.record.measurements, *self.perplexity.measurements(), *self.benchmarks.measurements
-        ]  # fmt: skip
+        """Write the scores in place of those that were written before, and their losses."""
+        earlier = {*map(id, self.written)}
+        self.written[:] = [*self.perplexity.measurements(), *self.benchmarks.measurements]
+        others = [measurement for measurement in run.record.measurements if id(measurement) not in earlier]
+        run.record.measurements = [*others, *self.written]
         text = self.perplexity.losses
         losses = ({TEXT: text} if text.nll else {}) | self.benchmarks.losses
         if losses and is_main():
@@ -89,10 +92,9 @@ def prepare(run: Run) -> Setup:
         if data.source == "files":  # checked before a model is downloaded or trained
             find_texts(str(data.files))
     building = build_kernel(config, run.precision.device)
-    loaded = load_model(
-        train_base(config), assets=config.assets, cache=cache, seed=config.seed, dtype=run.precision.weights,
-        from_scratch=config.recipe.from_scratch,
-    )  # fmt: skip
+    places: dict[str, Any] = {"assets": config.assets, "cache": cache}
+    random: dict[str, Any] = {"seed": config.seed, "from_scratch": config.recipe.from_scratch}
+    loaded = load_model(train_base(config), dtype=run.precision.weights, **places, **random)
     model, tokenizer = loaded.model, loaded.tokenizer
     parameters = sum(p.numel() for p in model.parameters())
     run.describe("model", loaded.provenance, f"{parameters:,} parameters", parameters=parameters)
