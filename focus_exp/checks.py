@@ -130,6 +130,7 @@ def validate(config: Config) -> None:
     """Raise UserError for the first value that is out of its limits or does not go with another."""
     try:
         validate_options(config)
+        validate_options(config.attention, "attention.")
     except ValueError as error:
         raise UserError(str(error)) from None
     for check in CHECKS:

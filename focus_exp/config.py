@@ -8,17 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+from pydantic import Field
 
 from focus_exp.attention.options import (
-    MAX_SEED,
+    Checked,
+    Count,
     FocusDualOptions,
     FocusOptions,
+    Fraction,
+    NonNegative,
     Options,
-    option,
+    Positive,
+    Seed,
+    Size,
+    choices,
 )
 from focus_exp.errors import UserError
 
@@ -56,8 +63,8 @@ class AttentionConfig(Options):
 
     name: str = MISSING
     method: str = MISSING
-    window: int = option(128, least=0)
-    backend: str = option("auto", choices=BACKENDS)
+    window: Size = 128
+    backend: Annotated[str, choices(*BACKENDS)] = "auto"
 
 
 @dataclass
@@ -116,73 +123,73 @@ def get_method_options(attention: AttentionConfig) -> dict[str, Any]:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Checked):
     name: str = MISSING
     hub_id: str | None = None
     revision: str | None = None
-    path: str | None = option(None)
-    architecture: dict[str, Any] = option({})
-    base_run: list[str] = option([])
-    quantization: str = option("none", choices=("none", "int8", "nf4"))
+    path: str | None = None
+    architecture: dict[str, Any] = field(default_factory=dict)
+    base_run: list[str] = field(default_factory=list)
+    quantization: Annotated[str, choices("none", "int8", "nf4")] = "none"
 
 
 @dataclass
-class PhaseConfig:
-    trainable: str = option("router", choices=("router", "lora", "all"))
-    objective: str = option("lm", choices=("lm", "distill"))
-    steps: int = option(MISSING, least=0)
-    learning_rate: float = option(MISSING, above=0)
-    weight_decay: float = option(0.0, least=0)
-    warmup_steps: int = option(5, least=0)
+class PhaseConfig(Checked):
+    trainable: Annotated[str, choices("router", "lora", "all")] = "router"
+    objective: Annotated[str, choices("lm", "distill")] = "lm"
+    steps: Size = MISSING
+    learning_rate: Positive = MISSING
+    weight_decay: NonNegative = 0.0
+    warmup_steps: Size = 5
 
 
 @dataclass
-class LoraConfig:
-    rank: int | None = option(4, least=1)
-    router_groups: int = option(FocusOptions.groups, least=1)
-    alpha: int | None = option(None, least=1)
-    target_modules: list[str] = option([])
+class LoraConfig(Checked):
+    rank: Count | None = 4
+    router_groups: Count = FocusOptions.groups
+    alpha: Count | None = None
+    target_modules: list[str] = field(default_factory=list)
 
 
 @dataclass
-class TuneConfig:
-    factors: list[float] = option([], above=0)
-    sequences: int = option(16, least=1)
-    seed: int = option(0, least=0, most=MAX_SEED)
+class TuneConfig(Checked):
+    factors: list[Positive] = field(default_factory=list)
+    sequences: Count = 16
+    seed: Seed = 0
 
 
 @dataclass
-class FitConfig:
-    sequences: int = option(64, least=0)
-    validation_sequences: int = option(16, least=1)
-    steps: int = option(600, least=4)
-    learning_rate: float = option(0.005, above=0)
-    importance: str = option("loss", choices=("loss", "attention"))
-    ignored_means: int = option(0, least=0)
-    summed_queries: int = option(1, least=1)
+class FitConfig(Checked):
+    sequences: Size = 64
+    validation_sequences: Count = 16
+    steps: Annotated[int, Field(ge=4)] = 600
+    learning_rate: Positive = 0.005
+    importance: Annotated[str, choices("loss", "attention")] = "loss"
+    ignored_means: Size = 0
+    summed_queries: Count = 1
 
 
 @dataclass
-class RouterConfig:
-    warm_start_sequences: int = option(0, least=0)
-    warm_start_steps: int = option(100, least=1)
-    balance_sequences: int = option(0, least=0)
-    gate_steepness_start: float | None = option(None, least=0)
-    centroid_decay: float = option(0.999, least=0, most=1)
-    recluster_every: int = option(100, least=1)
+class RouterConfig(Checked):
+    warm_start_sequences: Size = 0
+    warm_start_steps: Count = 100
+    balance_sequences: Size = 0
+    gate_steepness_start: NonNegative | None = None
+    centroid_decay: Fraction = 0.999
+    recluster_every: Count = 100
 
 
 @dataclass
-class RecipeConfig:
+class RecipeConfig(Checked):
     name: str = MISSING
     from_scratch: bool = False
-    steps: int | None = option(None, least=0)
-    warmup_steps: int = option(5, least=0)
-    phases: dict[str, PhaseConfig] = option({})
+    steps: Size | None = None
+    warmup_steps: Size = 5
+    phases: dict[str, PhaseConfig] = field(default_factory=dict)
     tune: TuneConfig = field(default_factory=TuneConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    fit: FitConfig | None = option(None)  # of a method that is not fitted
-    router: RouterConfig | None = option(None)  # of a method without a router
+    fit: FitConfig | None = None  # of a method that is not fitted
+    router: RouterConfig | None = None  # of a method without a router
 
     def trains(self, part: str) -> bool:
         """Return whether any phase trains `part`: router, lora or all."""
@@ -190,142 +197,142 @@ class RecipeConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Checked):
     name: str = MISSING
-    source: str = option(MISSING, choices=("hub", "files", "books", "addresses", "mixture"))
+    source: Annotated[str, choices("hub", "files", "books", "addresses", "mixture")] = MISSING
     hub_id: str | None = None
     subset: str | None = None
     split: str | None = None
     revision: str | None = None
     text_column: str = "text"
-    files: str | None = option(None)
-    parts: list[str] = option([])
-    seq_len: int = option(1024, least=2)
-    max_train_tokens: int | None = option(None, least=1)
-    max_test_tokens: int | None = option(None, least=1)
+    files: str | None = None
+    parts: list[str] = field(default_factory=list)
+    seq_len: Annotated[int, Field(ge=2)] = 1024
+    max_train_tokens: Count | None = None
+    max_test_tokens: Count | None = None
     hidden_facts: bool = False
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Checked):
     name: str = MISSING
-    data: str | None = option(None)
-    split: str = option("test", choices=("validation", "test"))
-    seq_len: int = option(1024, least=2)
-    max_sequences: int | None = option(None, least=1)
-    batch_size: int = option(1, least=1)
+    data: str | None = None
+    split: Annotated[str, choices("validation", "test")] = "test"
+    seq_len: Annotated[int, Field(ge=2)] = 1024
+    max_sequences: Count | None = None
+    batch_size: Count = 1
     controls: bool = True
     bounds: bool = True
-    top_k: list[int] = option([], least=1)
-    adapters: list[str] = option([])
-    tasks: list[str] = option([])
-    limit: int | None = option(None, least=1)
-    long_range_limit: int | None = option(None, least=1)
-    num_fewshot: int | None = option(None, least=0)
-    request_batch_size: int = option(8, least=1)
-    long_range_distance: int | None = option(None, least=1)
+    top_k: list[Count] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
+    limit: Count | None = None
+    long_range_limit: Count | None = None
+    num_fewshot: Size | None = None
+    request_batch_size: Count = 8
+    long_range_distance: Count | None = None
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(Checked):
     name: str = MISSING
-    accelerator: str = option("auto", choices=("auto", "cpu", "gpu"))
-    precision: str = option("auto", choices=("auto", "bf16", "float32"))
-    batch_size: int = option(1, least=1)
-    accumulate: int = option(1, least=1)
-    gradient_clip: float = option(1.0, above=0)
+    accelerator: Annotated[str, choices("auto", "cpu", "gpu")] = "auto"
+    precision: Annotated[str, choices("auto", "bf16", "float32")] = "auto"
+    batch_size: Count = 1
+    accumulate: Count = 1
+    gradient_clip: Positive = 1.0
     gradient_checkpointing: bool = False
-    checkpoint_every: int = option(25, least=1)
-    checkpoint_minutes: float | None = option(None, least=0)
-    log_every: int = option(1, least=1)
-    probe_every: int | None = option(None, least=0)
+    checkpoint_every: Count = 25
+    checkpoint_minutes: NonNegative | None = None
+    log_every: Count = 1
+    probe_every: Size | None = None
     progress: bool = True
-    strategy: str = option("auto", choices=("auto", "single", "ddp", "fsdp"))
-    devices: int = option(1, least=1)
-    num_nodes: int = option(1, least=1)
+    strategy: Annotated[str, choices("auto", "single", "ddp", "fsdp")] = "auto"
+    devices: Count = 1
+    num_nodes: Count = 1
 
 
 @dataclass
-class LoggerConfig:
+class LoggerConfig(Checked):
     name: str = MISSING
-    wandb: str = option("auto", choices=("auto", "online", "offline", "disabled"))
+    wandb: Annotated[str, choices("auto", "online", "offline", "disabled")] = "auto"
     wandb_project: str = "focus_exp"
     wandb_entity: str | None = None
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(Checked):
     name: str = MISSING
-    lengths: list[int] = option([], least=1)
-    prefill_lengths: list[int] = option([], least=1)
-    step_lengths: list[int] = option([], least=1)
-    decode_lengths: list[int] = option([], least=1)
-    groups: list[int] = option([4, 8], least=1)
-    methods: list[str] = option([])
-    top_k: list[int] = option([1], least=1)
-    compile: list[str] = option([], choices=("default", "reduce-overhead", "max-autotune"))
-    graphs: bool = option(False)
-    dtype: str = option("bf16", choices=("bf16", "float32"))
-    repeats: int = option(7, least=1)
-    routed_tokens: int = option(16_384, least=2)
-    quality: bool = option(False)
+    lengths: list[Count] = field(default_factory=list)
+    prefill_lengths: list[Count] = field(default_factory=list)
+    step_lengths: list[Count] = field(default_factory=list)
+    decode_lengths: list[Count] = field(default_factory=list)
+    groups: list[Count] = field(default_factory=lambda: [4, 8])
+    methods: list[str] = field(default_factory=list)
+    top_k: list[Count] = field(default_factory=lambda: [1])
+    compile: list[Annotated[str, choices("default", "reduce-overhead", "max-autotune")]] = field(default_factory=list)
+    graphs: bool = False
+    dtype: Annotated[str, choices("bf16", "float32")] = "bf16"
+    repeats: Count = 7
+    routed_tokens: Annotated[int, Field(ge=2)] = 16_384
+    quality: bool = False
 
 
 @dataclass
-class GenerateConfig:
+class GenerateConfig(Checked):
     name: str = MISSING
-    prompts: int = option(4, least=1)
-    prompt_tokens: int = option(384, least=1)
-    new_tokens: int = option(128, least=1)
-    top_k: list[int] = option([])
+    prompts: Count = 4
+    prompt_tokens: Count = 384
+    new_tokens: Count = 128
+    top_k: list[int] = field(default_factory=list)
 
 
 @dataclass
-class ReportConfig:
+class ReportConfig(Checked):
     name: str = MISSING
-    collect: str | None = option(None)
+    collect: str | None = None
 
 
 @dataclass
-class PlanConfig:
+class PlanConfig(Checked):
     name: str = MISSING
-    gpu: str = option("h100", choices=GPUS)
-    gpus: int | None = option(None, least=1)
-    utilization: float = option(0.4, least=0.01, most=1)
+    gpu: Annotated[str, choices(*GPUS)] = "h100"
+    gpus: Count | None = None
+    utilization: Annotated[float, Field(ge=0.01, le=1)] = 0.4
 
 
 @dataclass
-class AnalyzeConfig:
+class AnalyzeConfig(Checked):
     name: str = MISSING
-    tokens: int = option(16_384, least=2)
-    passage_tokens: int = option(512, least=2)
-    pairs: int = option(20, least=0)
-    others: list[str] = option([])
+    tokens: Annotated[int, Field(ge=2)] = 16_384
+    passage_tokens: Annotated[int, Field(ge=2)] = 512
+    pairs: Size = 20
+    others: list[str] = field(default_factory=list)
 
 
 @dataclass
-class ReproduceConfig:
+class ReproduceConfig(Checked):
     name: str = MISSING
-    tables: dict[str, list[str]] = option({})
-    assets: str | None = option(None, choices=("auto", "hub", "embedded"))
-    only: list[str] = option([])
+    tables: dict[str, list[str]] = field(default_factory=dict)
+    assets: Annotated[str, choices("auto", "hub", "embedded")] | None = None
+    only: list[str] = field(default_factory=list)
 
 
 @dataclass
-class Config:
-    job: str = option("train", choices=tuple(JOBS))
+class Config(Checked):
+    job: Annotated[str, choices(*JOBS)] = "train"
     experiment: str = "adhoc"
-    assets: str = option("auto", choices=("auto", "hub", "embedded"))
-    seed: int = option(0, least=0, most=MAX_SEED)
+    assets: Annotated[str, choices("auto", "hub", "embedded")] = "auto"
+    seed: Seed = 0
     overwrite: bool = False
     runs_dir: str = "runs"
-    cache_dir: str | None = option(None)
-    adapter: str | None = option(None)
+    cache_dir: str | None = None
+    adapter: str | None = None
     check_base: bool = True
     variant: str | None = None
-    variants: list[str] = option([])
+    variants: list[str] = field(default_factory=list)
     shared_variant: str | None = None
-    references: list[str] = option([])
+    references: list[str] = field(default_factory=list)
     model: ModelConfig = MISSING
     attention: AttentionConfig = MISSING
     recipe: RecipeConfig = MISSING
@@ -337,7 +344,7 @@ class Config:
     plan: PlanConfig = MISSING
     analyze: AnalyzeConfig = MISSING
     reproduce: ReproduceConfig = MISSING
-    budget: dict[str, Any] = option({})
+    budget: dict[str, Any] = field(default_factory=dict)
     trainer: TrainerConfig = MISSING
     logger: LoggerConfig = MISSING
 

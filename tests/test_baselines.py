@@ -550,8 +550,8 @@ def test_magicpig_count_before_attend_raises():
     ("name", "options", "message"),
     [
         ("sparq", {"components": 17}, "components must be <= 16"),
-        ("sparq", {"recent_tokens": 9, "tokens_kept": 8}, "recent_tokens must be at most tokens_kept=8"),
-        ("magicpig", {"hash_bits": 16}, "hash_bits must be from 1 to 15"),
+        ("sparq", {"recent_tokens": 9, "tokens_kept": 8}, "recent_tokens must be <= tokens_kept=8"),
+        ("magicpig", {"hash_bits": 16}, "hash_bits must be <= 15"),
         ("magicpig", {"hash_tables": 1}, "hash_tables must be >= 2"),
         ("magicpig", {"recent_tokens": 0}, "recent_tokens must be >= 1"),
     ],

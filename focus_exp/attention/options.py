@@ -7,43 +7,49 @@ method explains each option. Methods outside `Focus` and `FocusDual` declare the
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from types import UnionType
-from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 PAIR_RULES = ("query_topk", "share")
 MAX_SEED = 2**32 - 1  # NumPy's limit
 FULL, WINDOW = "full", "window"  # budget entries of a layer that routes nothing
-TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
+Size = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# error of pydantic -> what the value must be
+EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "greater_than_equal": ">= {ge}",
+    "less_than_equal": "<= {le}",
+    "greater_than": "finite and > {gt}",
+    "finite_number": "finite and > 0",
+}
 
 
-def option(
-    default: Any,
-    *,
-    least: float | None = None,
-    most: float | str | None = None,
-    above: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """Declare a dataclass field with its limits.
+def choices(*names: str) -> Any:
+    """Return the limits of a string that is one of `names`."""
+    return Field(pattern=f"^({'|'.join(names)})$")
 
-    Args:
-        default: default value; lists and dicts are copied.
-        least: smallest allowed value, of each entry of a list.
-        most: largest allowed value, or the name of another option that bounds it.
-        above: exclusive lower bound.
-        choices: allowed values.
-    """
-    limits = {"least": least, "most": most, "above": above, "choices": choices}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=limits)
-    return field(default=default, metadata=limits)
+
+class Checked:
+    """Base of dataclasses whose annotations `validate_options` checks: 1 is a number, true and "1" are not."""
+
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, revalidate_instances="always")
 
 
 @dataclass
-class Options:
+class Options(Checked):
     """Base of the options of every method; what they say of it needs no import of torch.
 
     Attributes:
@@ -73,6 +79,11 @@ class Options:
         """Return why values that are valid one by one do not go together."""
         return None
 
+    def order_reason(self, name: str, most: str) -> str | None:
+        """Return why an option must not be larger than another; None where it is not, or the other is None."""
+        value, bound = getattr(self, name), getattr(self, most)
+        return None if bound is None or value <= bound else f"{name} must be <= {most}={bound} (got {value})"
+
     def needs_fit(self) -> bool:
         """Return whether an option has no meaning before a fit to the base."""
         return False
@@ -94,17 +105,20 @@ class Options:
 class LocalOptions(Options):
     """Options of methods with a local window and sinks."""
 
-    window: int = option(128, least=0)
-    sinks: int = option(4, least=0)
+    window: Size = 128
+    sinks: Size = 4
 
 
 @dataclass
 class GroupOptions(LocalOptions):
     """Options of methods that keep the distant pairs inside groups of tokens."""
 
-    groups: int = option(4, least=1)
-    top_k: int = option(1, least=1, most="groups")
-    pair_rule: str = option("query_topk", choices=PAIR_RULES)
+    groups: Count = 4
+    top_k: Count = 1
+    pair_rule: Annotated[str, choices(*PAIR_RULES)] = "query_topk"
+
+    def invalid_reason(self) -> str | None:
+        return self.order_reason("top_k", "groups")
 
     def routings(self, top_ks: Sequence[int] = ()) -> list[dict[str, Any]]:
         return super().routings(top_ks or (range(1, self.groups + 1) if self.is_soft else ()))
@@ -117,25 +131,25 @@ class FocusOptions(GroupOptions):
     is_trainable = True
     is_soft = True
 
-    routing_dim: int = option(16, least=1)
-    temperature: float = option(0.05, above=0)
-    normalize: bool = option(True)
-    assignment: str = option("balanced", choices=("balanced", "sinkhorn", "softmax"))
-    sinkhorn_iterations: int = option(10, least=1)
-    balance_momentum: float = option(0.9, least=0, most=1)
-    gate: str = option("log", choices=("log", "multiplicative"))
-    gate_steepness: float = option(10.0, above=0)
-    gate_threshold: float = option(0.5, least=0, most=1)
-    train_with: str = option("soft", choices=("soft", "hard"))
-    balance_loss: float = option(0.0, least=0)
-    entropy_loss: float = option(0.0, least=0)
-    detach_inputs: bool = option(False)
-    centroid_update: str = option("gradient", choices=("gradient", "ema", "recluster"))
+    routing_dim: Count = 16
+    temperature: Positive = 0.05
+    normalize: bool = True
+    assignment: Annotated[str, choices("balanced", "sinkhorn", "softmax")] = "balanced"
+    sinkhorn_iterations: Count = 10
+    balance_momentum: Fraction = 0.9
+    gate: Annotated[str, choices("log", "multiplicative")] = "log"
+    gate_steepness: Positive = 10.0
+    gate_threshold: Fraction = 0.5
+    train_with: Annotated[str, choices("soft", "hard")] = "soft"
+    balance_loss: NonNegative = 0.0
+    entropy_loss: NonNegative = 0.0
+    detach_inputs: bool = False
+    centroid_update: Annotated[str, choices("gradient", "ema", "recluster")] = "gradient"
 
     def invalid_reason(self) -> str | None:
         if self.gate == "multiplicative" and self.gate_threshold != 0:
             return f"gate_threshold must be 0 with gate=multiplicative (got {self.gate_threshold}). Or use gate=log."
-        return None
+        return super().invalid_reason()
 
 
 @dataclass
@@ -145,30 +159,27 @@ class FocusDualOptions(LocalOptions):
     is_trainable = True
     fit_settings = ("importance", "ignored_means", "summed_queries")
 
-    density: float | None = option(None, least=0, most=1)
-    groups: int = option(32, least=2)
-    top_k: int = option(4, least=1, most="groups")
-    heads: str = option("kv", choices=("kv", "layer"))
-    counts: str = option("query", choices=("query", "pair", "head"))
-    encoders: int = option(2, least=1, most=2)
-    groups_per_layer: list[Any] | None = option(None)
-    gate_steepness: float = option(10.0, above=0)
+    density: Fraction | None = None
+    groups: Annotated[int, Field(ge=2)] = 32
+    top_k: Count = 4
+    heads: Annotated[str, choices("kv", "layer")] = "kv"
+    counts: Annotated[str, choices("query", "pair", "head")] = "query"
+    encoders: Annotated[int, Field(ge=1, le=2)] = 2
+    groups_per_layer: list[Any] | None = None
+    gate_steepness: Positive = 10.0
 
     def invalid_reason(self) -> str | None:
         if self.density is not None and self.groups_per_layer is not None:
             return f"density must be null with groups_per_layer (got {self.density}). Give one of them."
-        given: object = self.groups_per_layer
-        if not (given is None or isinstance(given, list)):
-            return f"groups_per_layer must be a list with an entry per layer (got {given!r})"
         for layer, entry in enumerate(self.groups_per_layer or []):
             counts = entry if isinstance(entry, list) else [entry]
             is_known = not isinstance(entry, list) and entry in (FULL, WINDOW)
-            if not is_known and not all(has_type(k, int) and 0 <= k <= self.groups for k in counts):
+            if not is_known and not all(type(k) is int and 0 <= k <= self.groups for k in counts):
                 return (
                     f"groups_per_layer of layer {layer} must be full, window, an integer from 0 to "
                     f"groups={self.groups}, or a list of such integers, one per head (got {entry!r})"
                 )
-        return None
+        return self.order_reason("top_k", "groups")
 
     def needs_fit(self) -> bool:
         return self.density is not None
@@ -192,47 +203,23 @@ def did_you_mean(name: str, names: list[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else f"; use one of {', '.join(names)}"
 
 
+@cache
+def find_adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
 def validate_options(options: Any, prefix: str = "") -> None:
     """Check a dataclass and those in it; ValueError names the key, its value and the constraint."""
-    hints = get_type_hints(type(options))
-    for item in fields(options):
-        name, value, limits = prefix + item.name, getattr(options, item.name), item.metadata
-        for key, inner in (value if isinstance(value, dict) else {"": value}).items():
-            if is_dataclass(inner):
-                validate_options(inner, f"{name}.{key}." if key else f"{name}.")
-        hint = hints[item.name]
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if not any(has_type(value, kind) for kind in kinds):
-            expected = " or ".join(TYPE_NAMES.get(kind, str(kind)) for kind in kinds)
-            raise ValueError(f"{name} must be {expected} (got {value!r})")
-        if not limits or value is None:
-            continue
-        most = limits["most"]
-        bound = getattr(options, most) if isinstance(most, str) else None
-        for entry in value if isinstance(value, list) else [value]:
-            constraint = violated_constraint(entry, limits)
-            if constraint is None and bound is not None and entry > bound:
-                constraint = f"at most {prefix}{most}={bound}"
-            if constraint is not None:
-                raise ValueError(f"{name} must be {constraint} (got {value})")
+    schema: Any = type(options)
+    try:
+        find_adapter(schema).validate_python(options)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        kind, got, limits = wrong["type"], repr(wrong["input"]), wrong.get("ctx", {})
+        must = EXPECTED.get(kind, wrong["msg"].removeprefix("Input should be ")).format(**limits)
+        if kind == "string_pattern_mismatch":
+            must, got = f"one of {limits['pattern'][2:-2].replace('|', ', ')}", wrong["input"]
+        key = ".".join(part for part in wrong["loc"] if isinstance(part, str))
+        raise ValueError(f"{prefix}{key} must be {must} (got {got})") from None
     if isinstance(options, Options) and (reason := options.invalid_reason()):
         raise ValueError(f"{prefix}{reason}")
-
-
-def has_type(value: Any, kind: Any) -> bool:
-    """Check a type as a configuration counts: an integer is a number, True is not."""
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    return isinstance(value, kind) if kind in (str, bool, type(None)) else True
-
-
-def violated_constraint(value: Any, limits: Any) -> str | None:
-    """Return the constraint of `option` that a value violates, as words after "must be"."""
-    least, most, above, choices = (limits[key] for key in ("least", "most", "above", "choices"))
-    if choices and value not in choices:
-        return f"one of {', '.join(choices)}"
-    if isinstance(most, (int, float)):
-        return None if least <= value <= most else f"from {least} to {most}"
-    if least is not None and not value >= least:
-        return f">= {least}"
-    return f"finite and > {above}" if above is not None and not above < value < math.inf else None

@@ -11,15 +11,15 @@ from torch import Tensor
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.blocks import QueryBlock, require_no_sink_logits
 from focus_exp.attention.baselines.top_tokens import TopTokens, TopTokensOptions
-from focus_exp.attention.options import LocalOptions, option
+from focus_exp.attention.options import Count, Fraction, LocalOptions
 from focus_exp.attention.router import disable_autocast
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence
 
 
 @dataclass
 class BlockOptions(LocalOptions):
-    density: float = option(0.125, least=0, most=1)
-    keys_per_block: int = option(64, least=1)
+    density: Fraction = 0.125
+    keys_per_block: Count = 64
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
-from focus_exp.attention.options import LocalOptions, option
+from focus_exp.attention.options import Fraction, LocalOptions
 from focus_exp.attention.router import disable_autocast, multiply_tokens
 from focus_exp.attention.selection import Selection, Sequence
 
@@ -17,7 +17,7 @@ from focus_exp.attention.selection import Selection, Sequence
 class KeyGateOptions(LocalOptions):
     """Options of `key_gate`; a fit turns `density` into the threshold."""
 
-    density: float = option(0.2, least=0, most=1)
+    density: Fraction = 0.2
 
 
 class KeyGate(AttentionMethod, name="key_gate", options=KeyGateOptions):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines.blocks import attend_masked
-from focus_exp.attention.options import Options, option
+from focus_exp.attention.options import Count, Options, Size
 from focus_exp.attention.selection import (
     AttentionArgs,
     PairCounts,
@@ -24,10 +24,10 @@ from focus_exp.attention.selection import (
 
 @dataclass
 class LongformerOptions(Options):
-    window: int = option(128, least=0)
-    global_tokens: int = option(64, least=0)
-    dilation: int = option(1, least=1)
-    dilated_heads: int = option(2, least=0)
+    window: Size = 128
+    global_tokens: Size = 64
+    dilation: Count = 1
+    dilated_heads: Size = 2
 
 
 class Longformer(AttentionMethod, name="longformer", options=LongformerOptions):

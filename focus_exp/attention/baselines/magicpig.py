@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines.blocks import group_heads, query_blocks, require_no_sink_logits
-from focus_exp.attention.options import MAX_SEED, Options, option
+from focus_exp.attention.options import Count, Options, Seed, Size
 from focus_exp.attention.selection import AttentionArgs, PairCounts, Selection, Sequence, local_mask, unpadded_mask
 
 
@@ -24,11 +26,11 @@ class Sampled(Selection):
 
 @dataclass
 class MagicPIGOptions(Options):
-    hash_bits: int = option(10, least=1, most=15)  # codes are int16
-    hash_tables: int = option(150, least=2)
-    recent_tokens: int = option(64, least=1)
-    sinks: int = option(4, least=0)
-    seed: int = option(0, least=0, most=MAX_SEED)
+    hash_bits: Annotated[int, Field(ge=1, le=15)] = 10  # codes are int16
+    hash_tables: Annotated[int, Field(ge=2)] = 150
+    recent_tokens: Count = 64
+    sinks: Size = 4
+    seed: Seed = 0
 
 
 class MagicPIG(AttentionMethod, name="magicpig", options=MagicPIGOptions):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines.blocks import BLOCK, group_heads, require_no_sink_logits
-from focus_exp.attention.options import MAX_SEED, Options, option
+from focus_exp.attention.options import Count, Options, Seed
 from focus_exp.attention.selection import (
     AttentionArgs,
     PairCounts,
@@ -23,8 +23,8 @@ from focus_exp.attention.selection import (
 
 @dataclass
 class PerformerOptions(Options):
-    features: int = option(256, least=1)
-    seed: int = option(0, least=0, most=MAX_SEED)
+    features: Count = 256
+    seed: Seed = 0
 
 
 class Performer(AttentionMethod, name="performer", options=PerformerOptions):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
-from focus_exp.attention.options import MAX_SEED, GroupOptions, option
+from focus_exp.attention.options import GroupOptions, Seed, choices
 from focus_exp.attention.selection import Selection, Sequence, select
 
 
 @dataclass
 class RandomGroupsOptions(GroupOptions):
-    seed: int = option(0, least=0, most=MAX_SEED)
-    shares: list[float] | None = option(None)
-    heads: str = option("layer", choices=("layer", "kv"))
+    seed: Seed = 0
+    shares: list[float] | None = None
+    heads: Annotated[str, choices("layer", "kv")] = "layer"
 
 
 class RandomGroups(AttentionMethod, name="random_groups", options=RandomGroupsOptions):

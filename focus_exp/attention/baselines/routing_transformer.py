@@ -10,16 +10,16 @@ from torch import Tensor
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines.blocks import attend_masked
-from focus_exp.attention.options import LocalOptions, option
+from focus_exp.attention.options import Count, Fraction, LocalOptions
 from focus_exp.attention.router import move_to_means, sum_groups
 from focus_exp.attention.selection import AttentionArgs, Selection, Sequence, group_mask, local_mask
 
 
 @dataclass
 class RoutingTransformerOptions(LocalOptions):
-    groups: int = option(4, least=1)
-    tokens_per_group: int | None = option(None, least=1)
-    centroid_decay: float = option(0.999, least=0, most=1)
+    groups: Count = 4
+    tokens_per_group: Count | None = None
+    centroid_decay: Fraction = 0.999
 
 
 class RoutingTransformer(AttentionMethod, name="routing_transformer", options=RoutingTransformerOptions):

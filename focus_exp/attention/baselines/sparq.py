@@ -10,17 +10,20 @@ from torch import Tensor
 from focus_exp.attention.base import LayerShape
 from focus_exp.attention.baselines.blocks import QueryBlock
 from focus_exp.attention.baselines.top_tokens import TopTokens, TopTokensOptions
-from focus_exp.attention.options import Options, option
+from focus_exp.attention.options import Count, Fraction, Options
 from focus_exp.attention.selection import Selection
 
 
 @dataclass
 class SparQOptions(Options):
-    components: int | None = option(None, least=1)
-    tokens_kept: int | None = option(32, least=1)
-    density: float = option(0.125, least=0, most=1)
-    recent_tokens: int = option(8, least=1, most="tokens_kept")
-    reallocate: bool = option(False)
+    components: Count | None = None
+    tokens_kept: Count | None = 32
+    density: Fraction = 0.125
+    recent_tokens: Count = 8
+    reallocate: bool = False
+
+    def invalid_reason(self) -> str | None:
+        return self.order_reason("recent_tokens", "tokens_kept")
 
 
 class SparQ(TopTokens, name="sparq", options=SparQOptions):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from focus_exp.attention.base import AttentionMethod, LayerShape
 from focus_exp.attention.baselines.blocks import QueryBlock, query_blocks, require_no_sink_logits
-from focus_exp.attention.options import LocalOptions, option
+from focus_exp.attention.options import Count, Fraction, LocalOptions, Size
 from focus_exp.attention.router import cast_chunks, disable_autocast
 from focus_exp.attention.selection import (
     AttentionArgs,
@@ -25,8 +25,8 @@ from focus_exp.attention.selection import (
 
 @dataclass
 class TopTokensOptions(LocalOptions):
-    density: float = option(0.125, least=0, most=1)
-    tokens_kept: int | None = option(None, least=0)
+    density: Fraction = 0.125
+    tokens_kept: Size | None = None
 
 
 class TopTokens(AttentionMethod):
@@ -104,7 +104,7 @@ class BestTokens(TopTokens, name="best_tokens", options=TopTokensOptions):
 
 @dataclass
 class TokenIndexerOptions(TopTokensOptions):
-    size: int = option(16, least=1)
+    size: Count = 16
 
 
 @dataclass(frozen=True)
