@@ -19,7 +19,7 @@ NON_CAUSAL, OUT_OF_SCOPE, NOT_RUN = "non-causal", "out of scope", "not run"
 VERDICTS: dict[str, str] = read_yaml("tables")["verdicts"]  # in the order of the legend
 INTEGERS = ["seeds", "models", "n_units", "tokens", "steps", "required_units", "required_seeds"]
 SHOWN, REFUTED, OPEN = 1, -1, 0
-TOLERANCE = 0.05  # of a lower limit: relative for a ratio, absolute for a fraction
+TOLERANCE = 0.05  # of a lower limit, relative
 REDUCED = 1 / 4  # of the paper's training steps; fewer are a reduced budget
 
 
@@ -209,7 +209,7 @@ def at_least(
     compared = sorted((row for row in rows if row.tokens in limits), key=lambda row: row.tokens or 0)
     sides: dict[int | None, set[int]] = {}
     for row in compared:
-        wanted = limits[row.tokens] * (1 - TOLERANCE) if row.unit == "x" else limits[row.tokens] - TOLERANCE
+        wanted = limits[row.tokens] * (1 - TOLERANCE)
         side = SHOWN if _low(row) >= wanted else REFUTED if _high(row) < wanted else OPEN
         sides.setdefault(row.tokens, set()).add(side)
     if lost := [row for row in compared if sides[row.tokens] == {REFUTED}]:

@@ -57,7 +57,7 @@ def report_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure | Non
 
 
 def frontier(points: pd.DataFrame) -> Figure | None:
-    """Plot perplexity change against pruned pairs at one length: a curve a model, next to the published form."""
+    """Plot perplexity change against pruned pairs at one length: a curve a model, next to Focus made causal."""
     points = points[(points.tokens == FRONTIER_LENGTH) & (points.experiment == "frontier")]
     points = points[points["data"].isin(points["data"].mode()[:1])]
     figure, ax = make_figure("", 4.2)
@@ -69,16 +69,17 @@ def frontier(points: pd.DataFrame) -> Figure | None:
             continue
         x, y = 100 * curve.sparsity.to_numpy(float), curve.change.to_numpy(float)
         bars = np.abs(curve[["low", "high"]].to_numpy(float).T - y)
-        labels = (None, None) if ax.texts else ("two encoders (95 % CI)", "Focus as published, made causal")
-        ax.errorbar(x, y, bars, color=color, marker="o", linewidth=2, elinewidth=1, label=labels[0])
-        ax.plot(100 * published.sparsity, published.change, "D", color=color, fillstyle="none", label=labels[1])
+        ax.errorbar(x, y, bars, color=color, marker="o", linewidth=2, elinewidth=1)
+        ax.plot(100 * published.sparsity, published.change, "D", color=color, fillstyle="none")
         ax.annotate(names.get(model, model), (x[-1], y[-1]), (9, -3), textcoords="offset points", color=color)
     if not ax.texts:
         return None
     text = names.get(curve["data"].iloc[0], curve["data"].iloc[0])
     ax.set(xlabel=f"query-key pairs pruned [%], {FRONTIER_LENGTH:,} tokens of {text}", xlim=(None, 100))
-    ax.set(ylabel="change of perplexity [%]")
+    ax.set(ylabel="change of perplexity [%], lower is better")
     ax.axhline(0, color="black", linewidth=1)
+    ax.plot([], [], "o-", color="0.35", label="two encoders (95 % CI)")
+    ax.plot([], [], "D", color="0.35", fillstyle="none", label="Focus made causal")
     ax.legend(frameon=False, loc="upper left")
     return figure
 

@@ -91,12 +91,12 @@ def render_markdown(results: Results, content: dict[str, pd.DataFrame]) -> str:
     parts += [
         "![Change of perplexity against pairs pruned](figures/frontier.svg)",
         "## Verdicts",
-        to_markdown(content["verdicts"]).strip(),
         " ".join(legend),
         "**reduced budget**: trained for under a quarter of the paper's steps. ‡ non-causal router. Intervals are over "
         "documents and seeds. Models: on how many a verdict rests. Sparsity: causal pairs pruned. Where a claim is "
         "about the paper's router, the last column has this project's causal one (`attention=focus`). Numbers, "
         "required sample sizes and all runs: [claims.csv](claims.csv).",
+        to_markdown(content["verdicts"]).strip(),
         "## The paper's tables",
         "Paper and ours next to each other. Steps: of our training; the paper's are 4,000 (T4: 2,000). Several seeds: "
         "mean. ΔPPL: paired with the base model, 95 % CI in the CSV "
