@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from builders import find_inconsistent, primary, write_comparison, write_variant, write_variants
+from builders import find_inconsistent, primary, stop_training, write_comparison, write_variant, write_variants
 from conftest import build
 from running import fitting, only_run, records_of, run, succeed, tiny, without_attention, write_texts
 from scipy import stats
 
 from focus_exp.evaluation import benchmarks, perplexity
 from focus_exp.evaluation.variants import slug
-from focus_exp.jobs import compare as job
 from focus_exp.models.random import byte_tokenizer
 from focus_exp.reporting.frame import filter_rows, to_rows
 from focus_exp.reporting.load import load_results, load_run
@@ -186,18 +185,12 @@ def test_compare_adapter_is_measured_by_every_variant(tmp_path, scored):
 
 
 def test_compare_interrupted_resumes_at_its_variant(tmp_path, monkeypatch):
-    real, command = job.train, settings(tmp_path, one=FIXED, two=[*FIXED, "attention.window=4"])
-
-    def stopping(config):
-        if config.variant == "two":
-            signal.raise_signal(signal.SIGTERM)
-        real(config)
-
-    monkeypatch.setattr(job, "train", stopping)
-    assert run(*command).code == 128 + signal.SIGTERM
-    stopped = records(tmp_path)
-    assert set(stopped) == {"one"} and stopped["one"].status == "finished"
-    monkeypatch.setattr(job, "train", real)
+    command = settings(tmp_path, one=FIXED, two=["recipe.steps=2"])
+    with monkeypatch.context() as patch:
+        stop_training(patch, 1)
+        assert run(*command).code == 128 + signal.SIGTERM
+    stopped = {name: record.status for name, record in records(tmp_path).items()}
+    assert stopped == {"one": "finished", "two": "interrupted"}
     result = run(*command)
     assert result.code == 0 and "variant 1 of 1: two" in result.out
     assert all(arm.status == "finished" for arm in records(tmp_path)[None].variants)
