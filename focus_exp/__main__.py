@@ -71,7 +71,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("focus_exp").setLevel(logging.INFO)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of to Hydra's printer
-    register_schemas()
+    register_schemas(names_only=sys.argv[1:] in ([], ["--help"]))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in order with the progress bars, also in a log file
     with stoppable():

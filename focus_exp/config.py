@@ -422,8 +422,12 @@ def list_keys() -> list[str]:
     return list(dict.fromkeys(keys))  # methods share some
 
 
-def register_schemas() -> None:
-    """Register the schemas that the defaults lists of conf/ name, and the variants, each as a file of its own."""
+def register_schemas(*, names_only: bool = False) -> None:
+    """Register the schemas that the defaults lists of conf/ name, and the variants, each as a file of its own.
+
+    Args:
+        names_only: leave variants empty: --help copies all of them for each group that it lists.
+    """
     store = ConfigStore.instance()
     store.store(name="base_config", node=ComposedConfig)
     # conf/recipe/router comes before the recipe, which leaves it as it is
@@ -432,4 +436,5 @@ def register_schemas() -> None:
         store.store(group=group, name=f"base_{group}", node=schema)
     for experiment, variants in shipped("variant").items():
         for name, overlay in variants.items():
-            store.store(group=f"variant/{experiment}", name=name, node={"variant": name} | overlay, package="_global_")
+            node = {} if names_only else {"variant": name} | overlay
+            store.store(group=f"variant/{experiment}", name=name, node=node, package="_global_")

@@ -216,7 +216,8 @@ def validate_options(options: Any, prefix: str = "") -> None:
     except ValidationError as error:
         wrong = error.errors()[0]
         kind, got, limits = wrong["type"], repr(wrong["input"]), wrong.get("ctx", {})
-        must = EXPECTED.get(kind, wrong["msg"].removeprefix("Input should be ")).format(**limits)
+        known = EXPECTED.get(kind, "").format(**limits)
+        must = known or wrong["msg"].removeprefix("Input should be ")
         if kind == "string_pattern_mismatch":
             must, got = f"one of {limits['pattern'][2:-2].replace('|', ', ')}", wrong["input"]
         key = ".".join(part for part in wrong["loc"] if isinstance(part, str))
