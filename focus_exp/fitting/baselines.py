@@ -96,18 +96,18 @@ class BlockProbe(FullAttention):
         mass, candidates = [], []
         for rows in row_blocks(q.shape[2], ROWS):
             visible = base_mask(sequence, rows, rows.stop)
-            p = weights(scores(q[:, :, rows], k[:, :, : rows.stop], args).masked_fill(~visible[:, None], -torch.inf),
-                        args.sink_logits)  # fmt: skip
+            s = scores(q[:, :, rows], k[:, :, : rows.stop], args).masked_fill(~visible[:, None], -torch.inf)
+            p = weights(s, args.sink_logits)
             distant = visible[0] & ~local_mask(sequence, rows, rows.stop, self.window, self.sinks)[0]
             before = torch.arange(of_token.shape[1], device=q.device) < blocks.index[0, rows, None]
             mass.append(p[0] * distant @ of_token[: rows.stop] * before)
             candidates.append((distant.float() @ of_token[: rows.stop] > 0) & before)
         heads = (k.shape[1], -1)
+        queries = q[0].unflatten(0, heads) * args.scaling
         pooled = torch.cat([blocks.pool(k, pool)[0] for pool in POOLS], -1)
-        return BlockObservation(
-            queries=(q[0].unflatten(0, heads) * args.scaling).half().cpu(), pooled=pooled.half().cpu(),
-            mass=torch.cat(mass, 1).unflatten(0, heads).half().cpu(), candidates=torch.cat(candidates).cpu(),
-        )  # fmt: skip
+        fractions = torch.cat(mass, 1).unflatten(0, heads)
+        queries, pooled, fractions = (x.half().cpu() for x in (queries, pooled, fractions))
+        return BlockObservation(queries, pooled, fractions, torch.cat(candidates).cpu())
 
 
 def fit_block_gate(

@@ -177,8 +177,8 @@ def fit_layers(
 
             return load_or_compute(parts / f"layer-{layer:03d}.safetensors", compute_layer)[0]
 
-        fitted = ProgressBar(map_in_threads(fit_layer, list(methods), precision.device), "fitting layers", len(methods),
-                             unit="layer")  # fmt: skip
+        fitted = map_in_threads(fit_layer, list(methods), precision.device)
+        fitted = ProgressBar(fitted, "fitting layers", len(methods), unit="layer")
         for layer, state in zip(methods, fitted, strict=True):
             tensors |= {f"{layer}/{name}": x for name, x in state.items()}
         return tensors

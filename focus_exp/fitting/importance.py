@@ -102,10 +102,9 @@ class LossProbe(FullAttention):
         def changes(gradient: Tensor) -> Iterator[PairChanges]:
             for rows in row_blocks(q.shape[2], ROWS):
                 visible = base_mask(sequence, rows, rows.stop)
-                p, loss = loss_changes(
-                    q[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop], o[:, :, rows],
-                    gradient[:, :, rows].float(), visible, args,
-                )  # fmt: skip
+                keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
+                of_rows = o[:, :, rows], gradient[:, :, rows].float()
+                p, loss = loss_changes(q[:, :, rows], keys, values, *of_rows, visible, args)
                 distant = (visible & ~local_mask(sequence, rows, rows.stop, self.window, self.sinks))[0]
                 yield PairChanges(rows, distant, p[0], loss[0], visible[0].int().argmax(-1))
 

@@ -271,11 +271,9 @@ def base_overrides(config: Config) -> list[str]:
 
 def shared_overrides(config: Config) -> list[str]:
     """Return the overrides that commands started by this one share with it: budget and places."""
-    keys = {
-        "budget": config.budget["name"], "assets": config.assets, "runs_dir": quote(config.runs_dir),
-        "cache_dir": quote(config.cache_dir) if config.cache_dir else "null", "logger.wandb": config.logger.wandb,
-    }  # fmt: skip
-    return [f"{key}={value}" for key, value in keys.items()]
+    cache = quote(config.cache_dir) if config.cache_dir else "null"
+    places = [f"runs_dir={quote(config.runs_dir)}", f"cache_dir={cache}", f"logger.wandb={config.logger.wandb}"]
+    return [f"budget={config.budget['name']}", f"assets={config.assets}", *places]
 
 
 def describe_budget(config: Config) -> str:

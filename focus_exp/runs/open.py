@@ -188,12 +188,15 @@ def new_run(config: Config) -> Run:
     trainer = config.trainer
     count = trainer.devices * trainer.num_nodes
     earlier = None if config.overwrite else earlier_record(config)
+    sizes = config.model.architecture
     precision = choose_precision(
-        trainer.precision, trainer.accelerator, config.recipe.trains("all"),
-        width=config.model.architecture.get("hidden_size") or config.model.architecture.get("n_embd") or MAX_WIDTH,
+        trainer.precision,
+        trainer.accelerator,
+        config.recipe.trains("all"),
+        width=sizes.get("hidden_size") or sizes.get("n_embd") or MAX_WIDTH,
         cache=cache_root(config.cache_dir) if count == 1 else None,  # several processes must choose alike
         earlier=earlier.device if earlier else "",
-    )  # fmt: skip
+    )
     processes = "" if count == 1 else f", {strategy_name(trainer)} over {count} processes"
     is_sweep = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
     record = Record(
@@ -215,10 +218,8 @@ def make_loggers(config: Config, folder: Path) -> list[WandbLogger]:
     mode: Any = wandb_mode(config.logger.wandb)
     if mode == "disabled":
         return []
-    live = open_wandb(
-        config, mode, name=folder.relative_to(config.runs_dir).as_posix(), dir=folder, config=asdict(config),
-        **init_options(asdict(config)),
-    )  # fmt: skip
+    name, values = folder.relative_to(config.runs_dir).as_posix(), asdict(config)
+    live = open_wandb(config, mode, name=name, dir=folder, config=values, **init_options(values))
     return [WandbLogger(experiment=live)]
 
 
@@ -230,10 +231,8 @@ def open_wandb(config: Config, mode: Any, /, **options: Any) -> Any:
     """
     import wandb
 
-    options |= {
-        "project": config.logger.wandb_project, "entity": config.logger.wandb_entity,
-        "settings": wandb.Settings(silent=True, init_timeout=WANDB_TIMEOUT),
-    }  # fmt: skip
+    options |= {"project": config.logger.wandb_project, "entity": config.logger.wandb_entity}
+    options |= {"settings": wandb.Settings(silent=True, init_timeout=WANDB_TIMEOUT)}
     try:
         return wandb.init(mode=mode, **options)
     except wandb.Error as error:
