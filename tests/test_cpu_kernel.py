@@ -78,17 +78,17 @@ def test_full_attention_equals_reference(isa, dtype, softcap, sinks):
     tensors, sequence = [torch.randn(2, 6, 270, 64), *torch.randn(2, 2, 2, 270, 64)], Sequence.plain(2, 270)
     args = AttentionArgs(0.125, softcap, sink_logits=torch.randn(6) if sinks else None, window=270)
     problem = Problem(tensors, local_only_selection(sequence), sequence, args)
-    problem.check(lambda q, k, v, *rest: cpu_sparse.full_attention(q, k, v, rest[-1]), dtype, TOLERANCES[dtype])
+    problem.check(lambda q, k, v, *rest: cpu_sparse.attend_fully(q, k, v, rest[-1]), dtype, TOLERANCES[dtype])
     # a sliding layer's, which differs from the reference's window by one
     args = replace(args, window=99)
     problem = Problem(tensors, local_only_selection(sequence), sequence, args)
-    problem.check(lambda q, k, v, *rest: cpu_sparse.full_attention(q, k, v, rest[-1], 100), dtype, TOLERANCES[dtype])
+    problem.check(lambda q, k, v, *rest: cpu_sparse.attend_fully(q, k, v, rest[-1], 100), dtype, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("length", "trained"), [(255, False), (256, False), (256, True)])
 def test_dense_attention_takes_the_kernel_from_its_length(monkeypatch, length, trained):
-    calls, kernel = [], cpu_sparse.full_attention
-    monkeypatch.setattr(cpu_sparse, "full_attention", lambda *x: calls.append(1) or kernel(*x))
+    calls, kernel = [], cpu_sparse.attend_fully
+    monkeypatch.setattr(cpu_sparse, "attend_fully", lambda *x: calls.append(1) or kernel(*x))
     q, k, v = torch.randn(1, 4, length, 16, requires_grad=trained), *torch.randn(2, 1, 2, length, 16)
     out = dense.full_attention(q, k, v, None, AttentionArgs(0.25))
     assert bool(calls) == (length == 256)
@@ -104,8 +104,8 @@ def test_dense_attention_takes_the_kernel_with_padding(monkeypatch, padding, ser
     q, k, v = torch.randn(2, 4, 256, 16), *torch.randn(2, 2, 2, 256, 16)
     valid = torch.ones(2, 256, dtype=torch.bool)
     valid[0, padding] = False
-    calls, kernel = [], cpu_sparse.full_attention
-    monkeypatch.setattr(cpu_sparse, "full_attention", lambda *x: calls.append(1) or kernel(*x))
+    calls, kernel = [], cpu_sparse.attend_fully
+    monkeypatch.setattr(cpu_sparse, "attend_fully", lambda *x: calls.append(1) or kernel(*x))
     args = AttentionArgs(0.25, softcap=1.5, sink_logits=torch.randn(4))
     out = dense.full_attention(q, k, v, valid[:, None, None], args)
     assert len(calls) == served

@@ -23,7 +23,7 @@ from focus_exp.data.long_range import (
     TASKS,
     Book,
     Draws,
-    Shape,
+    PassageShape,
     build_suite,
 )
 from focus_exp.errors import UserError
@@ -46,7 +46,7 @@ def write_book(seed: int, sentences: int = 700) -> Book:
 
 
 BOOKS = [write_book(seed) for seed in range(2)]
-SHAPES = st.integers(4, 60).flatmap(lambda w: st.builds(Shape, st.just(w), st.integers(w + ROOM, 4 * w + ROOM)))
+SHAPES = st.integers(4, 60).flatmap(lambda w: st.builds(PassageShape, st.just(w), st.integers(w + ROOM, 4 * w + ROOM)))
 
 
 def on_shapes(test):
@@ -54,7 +54,7 @@ def on_shapes(test):
     return settings(max_examples=4)(given(SHAPES)(test))
 
 
-def make_items(task: str, shape: Shape) -> list[dict]:
+def make_items(task: str, shape: PassageShape) -> list[dict]:
     return list(islice(TASKS[task](BOOKS, shape, Draws("items")), ITEMS))
 
 
@@ -165,8 +165,8 @@ def test_draws_are_stable():
 
 
 def test_build_suite_unfit_length_raises(tmp_path, books):
-    assert build_suite(tmp_path, 100).shape == Shape(100, 300)
-    assert build_suite(tmp_path, 4).shape == Shape(4, 4 + ROOM)
+    assert build_suite(tmp_path, 100).shape == PassageShape(100, 300)
+    assert build_suite(tmp_path, 4).shape == PassageShape(4, 4 + ROOM)
     with pytest.raises(UserError, match=r"124 words.*window of 60 .got 90"):
         build_suite(tmp_path, 60, 90)
     with pytest.raises(UserError, match=r"\d{4} words or fewer.*got 50000"):

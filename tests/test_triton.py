@@ -24,7 +24,7 @@ from focus_exp.attention.kernels import (
     cpu_sparse,
     gpu_sparse,
 )
-from focus_exp.attention.kernels.gpu_sparse import Layout, Setup, Triton
+from focus_exp.attention.kernels.gpu_sparse import KernelInputs, Layout, Triton
 from focus_exp.attention.kv_cache import CachedKeys, pack_groups
 from focus_exp.attention.selection import (
     AttentionArgs,
@@ -56,7 +56,9 @@ def test_layout_covers_each_distant_pair_once(batch, length, data):
     asked, members = (torch.rand(batch, length, groups) < 0.4 for _ in range(2))
     sequence, args = Sequence.plain(batch, length), AttentionArgs(1.0, window=window, sinks=sinks)
     keys = torch.arange(length).float().expand(batch, length).reshape(-1, 1, 1)
-    layout = Layout.of(Setup.of(Selection(query_groups=asked, key_groups=members), sequence, args, 1), keys, keys)
+    layout = Layout.of(
+        KernelInputs.of(Selection(query_groups=asked, key_groups=members), sequence, args, 1), keys, keys
+    )
     ahead_q, ahead_k = layout.ahead
     pairs = torch.zeros(batch, length, length, dtype=torch.long)
     for row in range(batch):
@@ -120,7 +122,7 @@ def test_setup_never_waits_for_the_device(padding):
     with FakeTensorMode() as mode:  # whatever depends on numbers raises
         valid = None if sequence.valid is None else mode.from_tensor(sequence.valid)
         fake = replace(sequence, start=mode.from_tensor(sequence.start), valid=valid)
-        setup = Setup.of(select(mode.from_tensor(g), 2, "share"), fake, AttentionArgs(1.0, window=5, sinks=2), 2)
+        setup = KernelInputs.of(select(mode.from_tensor(g), 2, "share"), fake, AttentionArgs(1.0, window=5, sinks=2), 2)
     assert all(isinstance(x, FakeTensor) for x in setup.tensors if x is not None)
 
 
@@ -179,10 +181,10 @@ def test_layer_launches_five_kernels_and_a_decode_step_two(launches):
 def test_too_many_shared_groups_raise():
     several, args = select(torch.rand(1, 9, 70), 2, "share"), AttentionArgs(1.0, window=1)
     with pytest.raises(BackendUnsupported, match="attention.groups must be <= 63 .*70"):
-        Setup.of(several, Sequence.plain(1, 9), args, 1)
-    Setup.of(select(torch.rand(1, 9, 70), 2, "query_topk"), Sequence.plain(1, 9), args, 1)
+        KernelInputs.of(several, Sequence.plain(1, 9), args, 1)
+    KernelInputs.of(select(torch.rand(1, 9, 70), 2, "query_topk"), Sequence.plain(1, 9), args, 1)
     with pytest.raises(BackendUnsupported, match="got 3 for 2 heads"):
-        Setup.of(select(torch.rand(1, 3, 9, 4), 2, "query_topk"), Sequence.plain(1, 9), args, 2)
+        KernelInputs.of(select(torch.rand(1, 3, 9, 4), 2, "query_topk"), Sequence.plain(1, 9), args, 2)
 
 
 def test_triton_other_value_size_raises():

@@ -150,7 +150,7 @@ def full_attention(
         reach = band_reach(mask)
         valid = None if mask is None or mask.shape[2] > 1 else mask[:, 0, 0].expand(len(q), -1)
         if mask is None or reach or (valid is not None and not may_have_gaps(valid)):
-            return cpu_sparse.full_attention(q, k, v, args, reach, valid)
+            return cpu_sparse.attend_fully(q, k, v, args, reach, valid)
     add_causal = is_causal and new > 1 and (mask is None or mask.shape[2] < new)
     if mask is None and args.softcap is None and args.sink_logits is None and not (add_causal and new < length):
         is_grouped = q.shape[1] != k.shape[1]

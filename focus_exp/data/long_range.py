@@ -80,7 +80,7 @@ class Book:
 
 
 @dataclass(frozen=True)
-class Shape:
+class PassageShape:
     """Numbers of words: `window` that the answer is beyond, `words` of a passage."""
 
     window: int
@@ -91,7 +91,7 @@ class Shape:
         return round(depth * (self.words - self.window - CUE_WORDS - COPIED_WORDS))
 
 
-def last_word(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+def last_word(books: list[Book], shape: PassageShape, draws: Draws) -> Iterator[Item]:
     """Ask for a passage's last word (as LAMBADA), which occurs beyond the window."""
     candidates = []
     for book in books:
@@ -111,7 +111,7 @@ def last_word(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
         yield {"book": book.title, "context": context, "target": f" {word}", "distance": distance}
 
 
-def continuation(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+def continuation(books: list[Book], shape: PassageShape, draws: Draws) -> Iterator[Item]:
     """Ask for the continuation of a passage among others of the same book."""
     starts = {book.title: book.sentence_starts() for book in books}
     places = [(book, start) for book in books for start in starts[book.title] if start >= shape.words]
@@ -128,7 +128,7 @@ def continuation(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item
         yield {"book": book.title, "context": context, "choices": choices, "answer": answer}
 
 
-def passkey(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+def passkey(books: list[Book], shape: PassageShape, draws: Draws) -> Iterator[Item]:
     """Ask for a number given in the passage (Mohtashami and Jaggi, 2023)."""
     for depth in itertools.cycle(DEPTHS):
         key = str(10_000 + draws.below(90_000))
@@ -138,7 +138,7 @@ def passkey(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
         yield {"book": book, "context": f"{text}\n\n{question}", "target": f" {key}", "depth": depth}
 
 
-def multi_key(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+def multi_key(books: list[Book], shape: PassageShape, draws: Draws) -> Iterator[Item]:
     """Ask for one of several people's numbers: a choice among the numbers."""
     depths = [index / (CHOICES - 1) for index in range(CHOICES)]
     for answer in itertools.cycle(range(CHOICES)):
@@ -153,7 +153,7 @@ def multi_key(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
         yield {"book": book, "context": f"{text}\n\n{question}", **answers}
 
 
-def copying(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+def copying(books: list[Book], shape: PassageShape, draws: Draws) -> Iterator[Item]:
     """Repeat words of a passage at its end and ask for the words that followed them."""
     for depth in itertools.cycle(DEPTHS):
         target = ""
@@ -167,12 +167,12 @@ def copying(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
         yield {"book": book.title, "context": context, "target": target, "depth": depth}
 
 
-def induction(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
+def induction(books: list[Book], shape: PassageShape, draws: Draws) -> Iterator[Item]:
     """Copy as above from random words, without a language to help."""
     counts = Counter(word for book in books for word in book.words if re.fullmatch("[a-z]{3,8}", word))
     vocabulary = sorted(word for word, count in counts.items() if count > 1)
     # short words are one token each, so that a passage has more of them
-    shape = Shape(shape.window, shape.words * 4 // 3)
+    shape = PassageShape(shape.window, shape.words * 4 // 3)
     for depth in itertools.cycle(DEPTHS):
         words = [vocabulary[draws.below(len(vocabulary))] for _ in range(shape.words)]
         end = shape.place(depth) + CUE_WORDS
@@ -180,7 +180,7 @@ def induction(books: list[Book], shape: Shape, draws: Draws) -> Iterator[Item]:
         yield {"context": context, "target": f" {words[end]}", "depth": depth}
 
 
-def insert_facts(books: list[Book], shape: Shape, draws: Draws, facts: dict[int, str]) -> tuple[str, str]:
+def insert_facts(books: list[Book], shape: PassageShape, draws: Draws, facts: dict[int, str]) -> tuple[str, str]:
     """Return a book's title and a passage of it with facts as paragraphs."""
     book = books[draws.below(len(books))]
     start = draws.below(len(book) - shape.words)
@@ -191,7 +191,7 @@ def insert_facts(books: list[Book], shape: Shape, draws: Draws, facts: dict[int,
     return book.title, "\n\n".join(part for part in parts if part)
 
 
-TASKS: dict[str, Callable[[list[Book], Shape, Draws], Iterator[Item]]] = {
+TASKS: dict[str, Callable[[list[Book], PassageShape, Draws], Iterator[Item]]] = {
     task.__name__: task for task in (last_word, continuation, passkey, multi_key, copying, induction)
 }
 
@@ -207,7 +207,7 @@ class Suite:
 
     folder: Path
     digest: str
-    shape: Shape
+    shape: PassageShape
 
     def items(self, task: str) -> list[Item]:
         lines = (self.folder / f"{task}.jsonl").read_text(encoding="utf-8").split("\n")
@@ -227,7 +227,7 @@ def build_suite(cache: Path, window: int, words: int | None = None) -> Suite:
     longest = max(map(len, books)) - ROOM
     if words > longest:
         raise UserError(f"passages must have {longest} words or fewer to fit in the held-out books (got {words}).")
-    shape = Shape(window, words)
+    shape = PassageShape(window, words)
     files = make_files([book for book in books if len(book) >= words + ROOM], shape)
     digest = hashlib.sha256(b"".join(name.encode() + content for name, content in sorted(files.items()))).hexdigest()
 
@@ -239,7 +239,7 @@ def build_suite(cache: Path, window: int, words: int | None = None) -> Suite:
     return Suite(build_once(folder, write), digest, shape)
 
 
-def make_files(books: list[Book], shape: Shape) -> dict[str, bytes]:
+def make_files(books: list[Book], shape: PassageShape) -> dict[str, bytes]:
     """Make the file of every task: name -> content."""
     files = {}
     for task, make in TASKS.items():

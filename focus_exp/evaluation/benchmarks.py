@@ -25,7 +25,7 @@ from focus_exp.data import SequenceDataset
 from focus_exp.data.long_range import is_long_range
 from focus_exp.errors import LeftOut, TooLong, UserError, first_line
 from focus_exp.evaluation.perplexity import score, scores_key, sequence_means
-from focus_exp.evaluation.variants import BASE, Variant, attached_variants, full_attention, slug
+from focus_exp.evaluation.variants import BASE, Variant, attached_variants, slug, without_method
 from focus_exp.models.load import count_positions
 from focus_exp.results.intervals import FEWEST, NORMAL, assign_units, estimate
 from focus_exp.results.losses import Losses, benchmark_name
@@ -275,7 +275,7 @@ class BenchmarkEvaluator:
 
     def measure_base(self) -> None:
         """Score the unmodified model, the reference of every other variant."""
-        with full_attention(self.model):
+        with without_method(self.model):
             for task in self.config.eval.tasks:
                 result = self.add(Variant(name=BASE, kind="base"), task)
                 if result is not None:

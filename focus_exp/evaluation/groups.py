@@ -69,7 +69,7 @@ def split_heads(layer: int, selection: Selection) -> dict[Grouping, Selection]:
 
 
 @dataclass
-class Observation:
+class RoutedText:
     """Routing of sequences by one router; arrays are (sequences, T).
 
     groups: each token's first group as a key. confidence: the largest entry of its assignment. nll: in nats, NaN for
@@ -155,7 +155,7 @@ class GroupAnalysis:
         set_routing(self.model, hard=True, **self.config.attention.routing)
 
     @torch.no_grad()
-    def observe(self, label: str) -> Observation:
+    def observe(self, label: str) -> RoutedText:
         """Run the sequences through the model as it is now."""
         groups: dict[Grouping, list[Tensor]] = {}
         confidence: dict[Grouping, list[Tensor]] = {}
@@ -174,7 +174,7 @@ class GroupAnalysis:
         stacked = [{key: torch.stack(rows).numpy() for key, rows in x.items()} for x in (groups, confidence)]
         nll = torch.stack(losses).numpy()
         print(f"observed: {label:<16} {nll.size:,} tokens, {np.nanmean(nll):.4f} nats per token")
-        return Observation(stacked[0], stacked[1], nll)
+        return RoutedText(stacked[0], stacked[1], nll)
 
     @torch.no_grad()
     def describe_passage(self, tokens: Tensor, words: list[str]) -> list[Measurement]:
@@ -197,7 +197,7 @@ class GroupAnalysis:
             self.model(input_ids=tokens[None].to(self.model.device), use_cache=False, logits_to_keep=1)
         return measured
 
-    def observe_untrained(self) -> Observation:
+    def observe_untrained(self) -> RoutedText:
         """Observe a fresh router of another seed, balanced on the same text."""
         attachment = get_attachment(self.model)
         torch.manual_seed(self.config.seed + 1)
@@ -212,7 +212,7 @@ class GroupAnalysis:
             set_routing(self.model, hard=True)
             return self.observe("untrained router")
 
-    def observe_other(self, folder: str) -> Observation:
+    def observe_other(self, folder: str) -> RoutedText:
         """Observe the router of another adapter, which stays attached."""
         attached = get_attachment(self.model).method
         if (method := read_description(folder)["method"]) != attached:
@@ -224,7 +224,7 @@ class GroupAnalysis:
         self.use_hard_routing()
         return self.observe(adapter_name(folder))
 
-    def color_passage(self, tokens: Tensor, trained: Observation, sequence: int, grouping: Grouping) -> Measurement:
+    def color_passage(self, tokens: Tensor, trained: RoutedText, sequence: int, grouping: Grouping) -> Measurement:
         """Return the text and the group of each of `tokens`, the first of a sequence, at one layer."""
         groups = trained.groups[grouping][sequence][: len(tokens)]
         pieces = split_pieces(self.tokenizer, tokens.tolist())
@@ -235,7 +235,7 @@ class GroupAnalysis:
         return str(self.tokenizer.decode([token])).replace(" ", "␣").replace("\n", "\\n")
 
     def describe_layer(
-        self, grouping: Grouping, trained: Observation, untrained: Observation, others: list[Observation]
+        self, grouping: Grouping, trained: RoutedText, untrained: RoutedText, others: list[RoutedText]
     ) -> Iterator[Measurement]:
         """Yield a layer's groups, and how they go with classes and other routers."""
         make: Callable[..., Measurement] = partial(make_measurement, **grouping._asdict())

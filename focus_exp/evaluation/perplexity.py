@@ -32,10 +32,10 @@ from focus_exp.evaluation.variants import (
     BASE,
     Variant,
     attached_variants,
-    full_attention,
     hard_routing,
     slug,
     soft_routing,
+    without_method,
 )
 from focus_exp.models.head import ROWS, Head
 from focus_exp.models.methods import (
@@ -335,7 +335,7 @@ class PerplexityEvaluator:
             return
         key = scores_key(self.model, variant, self.precision, self.weights)
         try:
-            with full_attention(self.model) if variant.kind == "base" else nullcontext():
+            with without_method(self.model) if variant.kind == "base" else nullcontext():
                 parts = [self.load_or_score(variant, key, added) for added in self.rounds[: self.count]]
         # ValueError: a method refuses the model
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:

@@ -104,7 +104,7 @@ def attached_variants(
     attention, recipe = config.attention, config.recipe
     if recipe.trains("lora") or recipe.trains("all"):
         name = str(describe_lora(model)["name"]) if recipe.trains("lora") else "trained"
-        with full_attention(model):
+        with without_method(model):
             yield Variant(name=name, kind="trained")
     if attention.method == "full":
         return
@@ -195,7 +195,7 @@ def adapter_variants(model: PreTrainedModel, config: Config, adapters: Iterable[
             yield replace(variant, causal=is_causal(model), definition=json.dumps(hash_adapter(str(folder))))
 
 
-def full_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
+def without_method(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """Run the model without the attached method, if there is one, in the block."""
     return disable_method(model) if getattr(model, "focus_attachment", None) else nullcontext()
 

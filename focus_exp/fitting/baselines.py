@@ -33,7 +33,7 @@ from focus_exp.fitting.encoders import (
     query_weights,
     standardized_tokens,
 )
-from focus_exp.fitting.importance import ROWS, FullAttention, Observation
+from focus_exp.fitting.importance import ROWS, Observation, ProbedAttention
 
 QUERIES_PER_STEP = 512
 
@@ -73,7 +73,7 @@ class BlockObservation:
     candidates: Tensor
 
 
-class BlockProbe(FullAttention):
+class BlockProbe(ProbedAttention):
     """Full attention that records a `BlockObservation`."""
 
     observation: BlockObservation

@@ -34,7 +34,7 @@ from focus_exp.fitting.baselines import (
     set_threshold,
 )
 from focus_exp.fitting.encoders import standardize
-from focus_exp.fitting.focus_dual import choose_budget, fit_dual_layer, load_layers
+from focus_exp.fitting.focus_dual import choose_layer_budgets, fit_dual_layer, load_layers
 from focus_exp.fitting.importance import (
     ImportanceProbe,
     Observation,
@@ -145,7 +145,7 @@ def fit_attached(
         if kind is FITS[FocusDual]:
             load_layers(methods, states)
             chosen = options["density"], fit.summed_queries
-            measurements, more = choose_budget(model, methods, validation, *chosen, precision, folder)
+            measurements, more = choose_layer_budgets(model, methods, validation, *chosen, precision, folder)
             return measurements, seconds + more
     if kind is FITS[KeyGate]:
         set_threshold(states, options["density"])

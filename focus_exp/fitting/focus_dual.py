@@ -204,7 +204,7 @@ def curves_path(folder: Path, counts: str, summed_queries: int) -> Path:
     return folder / f"{CURVES}-by-{counts}{summed}.safetensors"
 
 
-def choose_budget(
+def choose_layer_budgets(
     model: PreTrainedModel,
     methods: Mapping[int, FocusDual],
     sequences: list[Tensor],
@@ -231,10 +231,10 @@ def choose_budget(
         reads = allocate_groups(list(curves.values()), density)
         set_budget(model, [dict(zip(methods, reads, strict=True))[layer] for layer in sorted(methods)])
     layers = zip(curves.items(), reads, strict=True)
-    return [m for (layer, curve), groups in layers for m in describe_layer(layer, curve, groups)], seconds
+    return [m for (layer, curve), groups in layers for m in describe_fit(layer, curve, groups)], seconds
 
 
-def describe_layer(layer: int, curves: BudgetCurves, reads: list[int]) -> Iterator[Measurement]:
+def describe_fit(layer: int, curves: BudgetCurves, reads: list[int]) -> Iterator[Measurement]:
     """Yield the fit of a layer whose heads read these numbers of groups, on validation sequences.
 
     importance_lost_fraction: of the importance [nats^2], by pruning the pairs of other groups.

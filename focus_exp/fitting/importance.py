@@ -77,7 +77,7 @@ class PairChanges:
     first: Tensor
 
 
-class FullAttention(AttentionMethod):
+class ProbedAttention(AttentionMethod):
     """Stand in for the methods of layers that are not fitted: the fit is to the frozen base."""
 
     def attend(
@@ -86,7 +86,7 @@ class FullAttention(AttentionMethod):
         return super().attend(q, k, v, Selection(is_dense=True), sequence, args)
 
 
-class LossProbe(FullAttention):
+class LossProbe(ProbedAttention):
     """Full attention that passes the pairs' changes of the loss to `record` during the backward pass."""
 
     def route(self, h: Tensor, sequence: Sequence) -> Selection:
@@ -192,7 +192,7 @@ def top_keys(importance: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 @contextmanager
 def attached_probes(model: PreTrainedModel, probes: Mapping[int, AttentionMethod]) -> Iterator[None]:
     """Put `probes` into their layers in the block, and full attention into the others."""
-    others = {i: FullAttention(m.shape) for i, m in attached_methods(model).items() if i not in probes}
+    others = {i: ProbedAttention(m.shape) for i, m in attached_methods(model).items() if i not in probes}
     with swap_methods(model, {**others, **probes}):
         yield
 

@@ -29,7 +29,7 @@ from focus_exp.models.methods import attached_methods, is_causal, is_trainable, 
 from focus_exp.results.measurement import soft_variant
 from focus_exp.results.record import Record, Trial
 from focus_exp.results.run_dir import run_folder
-from focus_exp.runs.cost import estimate
+from focus_exp.runs.cost import estimate_time
 from focus_exp.runs.open import Run, open_run
 from focus_exp.runs.prepare import Setup, prepare, training_sequences
 from focus_exp.runs.resume import finished_record, print_finished
@@ -87,7 +87,7 @@ def train(config: Config) -> None:
         if not has_lora:
             run_on_rank_zero(model, setup.measure_base)
         if run.record.wall_seconds is None and tuned.trainer.devices * tuned.trainer.num_nodes == 1:  # not resumed
-            print(estimate(tuned, setup.perplexity))
+            print(estimate_time(tuned, setup.perplexity))
         with run.count_training_time():
             fit(run, model, sequences, setup)
             if tuned.recipe.trains("all"):

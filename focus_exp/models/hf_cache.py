@@ -201,11 +201,11 @@ def prepare_cache(config: PreTrainedConfig, methods: dict[int, AttentionMethod],
             layers[index] = make_grouped(type(layer))
             vars(layers[index]).update(vars(layer))
         if layers[index].groups_of != key:
-            layers[index].start(method, find_source(config, layers, index))
+            layers[index].start(method, find_key_layer(config, layers, index))
     return cache
 
 
-def find_source(config: PreTrainedConfig, layers: list[Any], index: int) -> Any:
+def find_key_layer(config: PreTrainedConfig, layers: list[Any], index: int) -> Any:
     """Return the cache layer whose keys a layer attends to: its own, or the last of the same kind that has any."""
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or [None] * len(layers)
     sources = (i for i in range(index, -1, -1) if kinds[i] == kinds[index] and not isinstance(layers[i], DummyLayer))

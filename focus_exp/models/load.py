@@ -64,7 +64,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Arguments of `from_pretrained`.
 
     weights: the one weights file of the folder to read; None for the usual names.
@@ -88,7 +88,7 @@ def load_model(
     """
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    source, config = find_source(cfg, assets, cache), None
+    source, config = find_weights(cfg, assets, cache), None
     tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
     if source is not None:
         # first the config: what it says of the model explains later errors
@@ -104,7 +104,9 @@ def load_model(
     return LoadedModel(model, tokenizer, replace(provenance, fingerprint=fingerprint(model)))
 
 
-def load_weights(cfg: ModelConfig, source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_weights(
+    cfg: ModelConfig, source: WeightSource, config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
     check_head(config, source.provenance.requested)
     for name, rate in cfg.architecture.items():  # dropout is no property of the weights
         if "drop" in name and hasattr(config, name):
@@ -122,7 +124,7 @@ def load_weights(cfg: ModelConfig, source: Source, config: PreTrainedConfig, dty
 
 def draw_weights(
     cfg: ModelConfig,
-    source: Source | None,
+    source: WeightSource | None,
     stored: PreTrainedConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
@@ -173,7 +175,7 @@ def quantization_options(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, Any]
     return {"quantization_config": BitsAndBytesConfig(**options), "device_map": {"": torch.cuda.current_device()}}
 
 
-def from_pretrained(auto: Any, source: Source, **options: Any) -> Any:
+def from_pretrained(auto: Any, source: WeightSource, **options: Any) -> Any:
     """Call `auto.from_pretrained` without remote code; errors become UserError."""
     name = source.provenance.requested
     try:
@@ -185,18 +187,20 @@ def from_pretrained(auto: Any, source: Source, **options: Any) -> Any:
         raise explain_load_error(name, part, error, source.provenance.source == "local") from error
 
 
-def find_source(cfg: ModelConfig, assets: str, cache: Path) -> Source | None:
+def find_weights(cfg: ModelConfig, assets: str, cache: Path) -> WeightSource | None:
     """Find the pretrained model that `cfg` names; None if it names none."""
     if cfg.path:
         folder, file = find_local_model(cfg.path)
         revision = hash_model(cfg.path)
         if is_gguf(file):
             folder, file = gguf.convert_once(file, revision, cache), None
-        return Source(str(folder), {}, Provenance(cfg.path, cfg.path, "local", revision), file.name if file else None)
+        return WeightSource(
+            str(folder), {}, Provenance(cfg.path, cfg.path, "local", revision), file.name if file else None
+        )
     return find_hub_source(cfg.hub_id, cfg.revision, assets, cache) if cfg.hub_id else None
 
 
-def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path) -> Source:
+def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path) -> WeightSource:
     """Find `hub_id`: owner/name, or owner/name:file of a GGUF repository."""
     if uses_embedded(assets, "models", hub_id, is_shipped("model", hub_id)):
         substitution = explain_substitution(assets, gguf.EMBEDDED_NAME, hub_id)
@@ -204,7 +208,7 @@ def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path)
         provenance = Provenance(
             hub_id, used, "embedded", gguf.EMBEDDED_REVISION, "", gguf.EMBEDDED_LICENCE, substitution
         )
-        return Source(str(gguf.embedded_folder(cache)), {}, provenance)
+        return WeightSource(str(gguf.embedded_folder(cache)), {}, provenance)
     repo_id, _, variant = hub_id.partition(":")
     options: dict[str, Any] = {"local_files_only": not hub_reachable()}
     try:
@@ -217,7 +221,7 @@ def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path)
         options["revision"] = commit
         provenance = Provenance(hub_id, hub_id, "hub", commit)
         if not variant and ("config.json" in files or not any(name.endswith(".gguf") for name in files)):
-            return Source(repo_id, options, provenance)
+            return WeightSource(repo_id, options, provenance)
         name = gguf.choose_file(files, repo_id, variant)
         file = Path(str(hf_hub_download(repo_id, name, **options)))
     except (OSError, ValueError) as error:
@@ -226,7 +230,7 @@ def find_hub_source(hub_id: str, revision: str | None, assets: str, cache: Path)
             raise UserError(f"{hub_id}: {reason}") from error
         raise explain_load_error(hub_id, "files", error, is_local=False) from error
     folder = gguf.convert_once(file, hash_files([file]), cache)
-    return Source(str(folder), {}, replace(provenance, used=f"{repo_id}/{name}"))
+    return WeightSource(str(folder), {}, replace(provenance, used=f"{repo_id}/{name}"))
 
 
 def fingerprint(model: PreTrainedModel) -> str:

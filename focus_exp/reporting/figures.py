@@ -52,11 +52,11 @@ def save_figures(figures: Mapping[str, Figure | None], folder: Path) -> None:
 
 def report_figures(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure | None]:
     """Return the figures of the report by name."""
-    drawn = {"frontier": frontier, "paper_figure1": perplexity_and_speed, "speed": speed_by_length}
+    drawn = {"frontier": draw_frontier, "paper_figure1": perplexity_and_speed, "speed": speed_by_length}
     return {table.removeprefix("paper_"): draw(tables[table]) for table, draw in drawn.items() if table in tables}
 
 
-def frontier(points: pd.DataFrame) -> Figure | None:
+def draw_frontier(points: pd.DataFrame) -> Figure | None:
     """Plot perplexity change against pruned pairs at one length: a curve a model, next to Focus made causal."""
     points = points[(points.tokens == FRONTIER_LENGTH) & (points.experiment == "frontier")]
     points = points[points["data"].isin(points["data"].mode()[:1])]

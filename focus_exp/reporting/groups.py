@@ -36,11 +36,11 @@ def describe_groups(rows: pd.DataFrame) -> pd.DataFrame:
     adjusted mutual information of the layer's groups and the classes.
     """
     measured = filter_rows(rows, {"source": "analysis", "metric": "ami trained"})
-    agreement = {_place(row): row.value for row in to_rows(measured)}
+    agreement = {_order(row): row.value for row in to_rows(measured)}
     groups: dict[Any, dict[str, Any]] = {}
     classes: dict[str, float] = {}
     for row in to_rows(filter_rows(rows, {"source": "word groups"})):
-        cells = groups.setdefault((*_place(row), row.group), {"agreement": agreement.get(_place(row)), "tokens": ""})
+        cells = groups.setdefault((*_order(row), row.group), {"agreement": agreement.get(_order(row)), "tokens": ""})
         if row.metric == "class_fraction":
             cells[row.word_class] = row.value
             classes[row.word_class] = classes.get(row.word_class, 0.0) + row.value
@@ -52,7 +52,7 @@ def describe_groups(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(groups.values(), columns=[*KEYS, *sorted(classes, key=lambda name: -classes[name])])
 
 
-def _place(row: Any) -> tuple[Any, ...]:
+def _order(row: Any) -> tuple[Any, ...]:
     return tuple(getattr(row, name) for name in PLACE)
 
 

@@ -237,11 +237,11 @@ def render_section(name: str, table: pd.DataFrame) -> list[str]:
     facts = []
     if len(measured):
         for label, column in (("Model", "used_model"), ("data", "used_data"), ("commits", "commits")):
-            facts.append(f"{label}: {', '.join(_distinct(measured[column])) or ABSENT}")
+            facts.append(f"{label}: {', '.join(_parts(measured[column])) or ABSENT}")
     if len(missing):
         rows = missing.to_dict("records")
         names = [row["variant"] or " ".join(_key_text(row[key]) for key in spec.key) for row in rows]
-        facts.append(f"not run: {', '.join(dict.fromkeys(names))} (needs {', '.join(_distinct(missing.needs))})")
+        facts.append(f"not run: {', '.join(dict.fromkeys(names))} (needs {', '.join(_parts(missing.needs))})")
     note = " ".join(filter(None, [spec.note, "; ".join(facts) + ".", f"[CSV]({name}.csv)"]))
     shown = [to_markdown(display_table(table)).strip()] if len(measured) else []
     return [f"### {spec.id}: {spec.title}", *shown, note]
@@ -268,7 +268,7 @@ def render_groups(content: dict[str, pd.DataFrame], passages: Iterable[str]) -> 
     return [*parts, *(f"![A passage, coloured by group](figures/{name}.svg)" for name in passages)]
 
 
-def _distinct(cells: Iterable[str]) -> list[str]:
+def _parts(cells: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(part for cell in cells for part in str(cell).split(" / ") if part))
 
 

@@ -12,7 +12,7 @@ from focus_exp.models.methods import is_causal
 ROUTED, TRAINED, OBSERVED, FITTED = 0.85, 3.0, 4.0, 0.27
 
 
-def estimate(config: Config, evaluator: PerplexityEvaluator) -> str:
+def estimate_time(config: Config, evaluator: PerplexityEvaluator) -> str:
     """Return one line on the minutes that job=train takes; fits in the cache take none.
 
     Passes over a sequence, times the seconds of one of the base, on the first sequences.

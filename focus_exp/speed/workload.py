@@ -157,5 +157,5 @@ def full_attention_kernels(tensors: Tensors) -> dict[str, Work]:
         packages = {"flash-attn": ("flash_attn", flash_attn), "flash-attn-3": ("flash_attn_interface", flash_attn_3)}
         return works | {name: work for name, (package, work) in packages.items() if not import_error(package)}
     args = AttentionArgs(q.shape[-1] ** -0.5)
-    own = {"cpu": partial(cpu_sparse.full_attention, q, k, v, args)} if cpu_sparse.serves_full(q, v) else {}
+    own = {"cpu": partial(cpu_sparse.attend_fully, q, k, v, args)} if cpu_sparse.serves_full(q, v) else {}
     return {"sdpa": sdpa, **own}

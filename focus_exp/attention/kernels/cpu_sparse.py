@@ -112,7 +112,7 @@ def route(h: Tensor, weights: EncoderWeights, start: Tensor, local: int, is_pair
     return groups
 
 
-def full_attention(
+def attend_fully(
     q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, reach: int | None = None, valid: Tensor | None = None
 ) -> Tensor:
     """Compute causal attention `(B, H, T, D)` to keys `(B, G, T, D)`: all, or those less than `reach` tokens before.
@@ -137,14 +137,14 @@ def attend(
 
 
 def is_fastest_full_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> bool:
-    """Tell whether `full_attention` serves and is faster than torch's: for whole sequences of some length."""
+    """Tell whether `attend_fully` serves and is faster than torch's: for whole sequences of some length."""
     if q.device.type != "cpu" or q.shape[2] < FULL_FROM or k.shape[2] != q.shape[2] or args.dropout:
         return False
     return serves_full(q, v) and is_faster_than_torch(q.dtype)
 
 
 def serves_full(q: Tensor, v: Tensor) -> bool:
-    """Tell whether `full_attention` serves tensors of this dtype and these head sizes."""
+    """Tell whether `attend_fully` serves tensors of this dtype and these head sizes."""
     return q.dtype in DTYPES and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM and unavailable_reason() is None
 
 
@@ -166,7 +166,7 @@ def time_full_attention(dtype: torch.dtype) -> Times:
     """Return the seconds of the kernel and of torch."""
     q = torch.ones(TIMED, dtype=dtype)
     works = {
-        "kernel": lambda: full_attention(q, q, q, AttentionArgs(1.0)),
+        "kernel": lambda: attend_fully(q, q, q, AttentionArgs(1.0)),
         "torch": lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True),
     }
     return least_seconds(works, repeats=5)
@@ -243,7 +243,7 @@ def unavailable_reason() -> str | None:
     built = folder / "focus_exp_cpu_sparse.so"
     try:
         if not built.exists():
-            build(folder, build_flags())
+            compile_kernel(folder, build_flags())
         torch.ops.load_library(str(built))
         register_operators()
     except Exception as error:  # whatever a compiler, a linker or a full disk says: the masked path serves
@@ -276,7 +276,7 @@ def register_operators() -> None:
     torch.library.register_autograd("focus_exp::attend", backward, setup_context=save_for_backward)
 
 
-def build(folder: Path, flags: list[str]) -> None:
+def compile_kernel(folder: Path, flags: list[str]) -> None:
     """Compile the kernel into `folder`; one process compiles, the others wait."""
     folder.mkdir(parents=True, exist_ok=True)
     with lock_file(folder / "build.lock"):

@@ -57,7 +57,7 @@ class Triton(Backend):
                 f"backend={self.name} must have values of head size {q.shape[-1]} (got {v.shape[-1]}). "
                 "Use backend=masked."
             )
-        setup = Setup.of(selection, sequence, args, k.shape[1])
+        setup = KernelInputs.of(selection, sequence, args, k.shape[1])
         gates: list[Tensor | None] = [None, None]
         if args.ste_slope and selection.assignment is not None:
             pair = (selection.assignment, selection.effective_key_assignment)
@@ -71,7 +71,7 @@ class Triton(Backend):
 
 
 @dataclass(frozen=True)
-class Setup:
+class KernelInputs:
     """Hold the memberships `(B, N, T, K)` uint8 of queries and keys, N = 1 or G, and what describes the sequences."""
 
     query_groups: Tensor
@@ -91,18 +91,18 @@ class Setup:
         return *self.max_groups, self.window, self.sinks
 
     @staticmethod
-    def unpack(tensors: Any, numbers: Any) -> Setup:
+    def unpack(tensors: Any, numbers: Any) -> KernelInputs:
         """Make one of what `tensors` and `numbers` return."""
         per_query, per_key, window, sinks = numbers
         query_groups, key_groups, begins, valid = tensors
-        return Setup(query_groups, key_groups, begins, valid, (per_query, per_key), window, sinks)
+        return KernelInputs(query_groups, key_groups, begins, valid, (per_query, per_key), window, sinks)
 
     @property
     def valid_or_placeholder(self) -> Tensor:
         return self.begins if self.valid is None else self.valid
 
     @staticmethod
-    def of(selection: Selection, sequence: Sequence, args: AttentionArgs, kv_heads: int) -> Setup:
+    def of(selection: Selection, sequence: Sequence, args: AttentionArgs, kv_heads: int) -> KernelInputs:
         """Describe a selection.
 
         Raises:
@@ -126,14 +126,14 @@ class Setup:
         begins = (start if valid is None else start.masked_fill(~valid, start.shape[1])).amin(1).int()
         queries, keys = (x.expand(-1, lists, -1, -1).contiguous().view(torch.uint8) for x in members)
         valid = None if valid is None else valid.to(torch.uint8).contiguous()
-        return Setup(queries, keys, begins, valid, max_groups, args.window, args.sinks)
+        return KernelInputs(queries, keys, begins, valid, max_groups, args.window, args.sinks)
 
 
 @dataclass(frozen=True)
 class Layout:
     """Hold the lists that `layout` describes, keys and values in the order of their list, and spans of queries."""
 
-    setup: Setup
+    setup: KernelInputs
     ahead: Tensor
     entries: Tensor
     visible: Tensor
@@ -146,7 +146,7 @@ class Layout:
     sorted_v: Tensor
 
     @staticmethod
-    def empty(setup: Setup, k: Tensor, v: Tensor) -> Layout:
+    def empty(setup: KernelInputs, k: Tensor, v: Tensor) -> Layout:
         """Make room for the lists of keys and values `(n, G, D)`."""
         batch, lists, length, groups = setup.key_groups.shape
         (r, s), heads, size, device = setup.max_groups, k.shape[1], k.shape[2], k.device
@@ -163,7 +163,7 @@ class Layout:
         return Layout(setup, **tokens, **queries, **keys, sorted_k=sorted_k, sorted_v=sorted_v)
 
     @staticmethod
-    def of(setup: Setup, k: Tensor, v: Tensor) -> Layout:
+    def of(setup: KernelInputs, k: Tensor, v: Tensor) -> Layout:
         """Sort keys and values `(n, G, D)`."""
         layout, (batch, lists, length, groups) = Layout.empty(setup, k, v), setup.key_groups.shape
         heads, size, chunks, width = k.shape[1], k.shape[2], -(-length // CHUNK), layout.ahead.shape[-1]
@@ -240,10 +240,10 @@ def fake_attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, 
     )
 
 
-def read_arguments(others: tuple[Any, ...]) -> tuple[Setup, Tensor | None, AttentionArgs]:
+def read_arguments(others: tuple[Any, ...]) -> tuple[KernelInputs, Tensor | None, AttentionArgs]:
     """Return what the operator's arguments after q, k and v say."""
     *tensors, logits, _query_gates, _key_gates, per_query, per_key, window, sinks, scaling, softcap, _slope = others
-    setup = Setup.unpack(tensors, (per_query, per_key, window, sinks))
+    setup = KernelInputs.unpack(tensors, (per_query, per_key, window, sinks))
     return setup, logits, AttentionArgs(scaling, softcap or None)
 
 
@@ -251,7 +251,7 @@ def read_arguments(others: tuple[Any, ...]) -> tuple[Setup, Tensor | None, Atten
 def gpu_attend_backward(dout: Tensor, lse: Tensor, delta: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Return the float32 gradients of q, k and v, and of both gates `(B, G, T, K)`, empty where not given."""
     q, k, v, *setup, lists, query_gates, key_gates, per_query, per_key, window, sinks, scaling, softcap = others
-    layout = Layout(Setup.unpack(setup, (per_query, per_key, window, sinks)), *lists)
+    layout = Layout(KernelInputs.unpack(setup, (per_query, per_key, window, sinks)), *lists)
     args, saved = AttentionArgs(scaling, softcap or None), (dout, lse, delta)
     dq, dquery_gates = backward_queries(q, k, v, saved, key_gates, layout, args)
     dk, dv, dkey_gates = backward_keys(q, k, v, saved, query_gates, layout, args)

@@ -15,7 +15,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def local_mask(i, j, window, length, valid, base, VALID: tl.constexpr):
+def window_mask(i, j, window, length, valid, base, VALID: tl.constexpr):
     """Return (M, N): key j is not padding and in the window of i."""
     keep = (j <= i) & (i - j <= window) & (j >= 0) & (i < length)
     if VALID:
@@ -89,7 +89,7 @@ def window_forward(
         j = near + tl.arange(0, BN)
         keys = load(k, base + j, k_row, kh, j < length, D, BD)
         values = load(v, base + j, v_row, vh, j < length, D, BD)
-        keep = local_mask(i[:, None], j[None], window, length, valid, base, VALID)
+        keep = window_mask(i[:, None], j[None], window, length, valid, base, VALID)
         m, mass, acc = attend(queries, keys, values, keep, m, mass, acc, scale, cap, True, SOFTCAP, PRECISION)
     store(out, base + i, heads * D, h * D, inside, acc / tl.where(mass > 0, mass, 1.0)[:, None], D, BD)
     tl.store(lse + h * n + base + i, (m + tl.log2(tl.where(mass > 0, mass, 1.0))) * LN2, inside)
@@ -137,7 +137,7 @@ def window_backward_queries(
         j = near + tl.arange(0, BN)
         keys = load(k, base + j, k_row, kh, j < length, D, BD)
         values = load(v, base + j, v_row, vh, j < length, D, BD)
-        keep = local_mask(i[:, None], j[None], window, length, valid, base, VALID)
+        keep = window_mask(i[:, None], j[None], window, length, valid, base, VALID)
         _p, ds = score_grad(queries, keys, grads, values, keep, lse_q, delta_q, scale, cap, True, SOFTCAP, PRECISION)
         dq_acc += tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
     store(dq, base + i, heads * D, h * D, inside, dq_acc * unit, D, BD)
@@ -176,7 +176,7 @@ def window_backward_keys(
             grads = load(dout, base + i, heads * D, h * D, i < length, D, BD)
             lse_q = tl.load(lse + h * n + base + i, i < length, float("inf"))[None] / LN2
             delta_q = tl.load(delta + h * n + base + i, i < length, 0.0)[None]
-            keep = local_mask(i[None], j[:, None], window, length, valid, base, VALID)
+            keep = window_mask(i[None], j[:, None], window, length, valid, base, VALID)
             p, ds = score_grad(keys, queries, values, grads, keep, lse_q, delta_q, scale, cap, True, SOFTCAP, PRECISION)
             dv_acc += tl.dot(p.to(grads.dtype), grads, input_precision=PRECISION)
             dk_acc += tl.dot(ds.to(queries.dtype), queries, input_precision=PRECISION)
