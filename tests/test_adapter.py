@@ -62,9 +62,8 @@ def test_load_adapter_gives_the_saved_logits(tiny_model, trained, tmp_path, fami
     assert torch.equal(compute_logits(detach(loaded)), plain)
 
 
-@pytest.mark.parametrize("shares", [torch.tensor([0.9, 0.1]), [0.9, 0.1]], ids=["tensor", "list"])
-def test_load_adapter_keeps_the_shares_of_random_groups(tiny_model, trained, tmp_path, shares):
-    model = trained("llama", "random_groups", groups=2, window=2, seed=5, shares=shares, layers=[1])
+def test_load_adapter_keeps_the_shares_of_random_groups(tiny_model, trained, tmp_path):
+    model = trained("llama", "random_groups", groups=2, window=2, seed=5, shares=[0.9, 0.1], layers=[1])
     attached_methods(model)[1].shares.copy_(torch.tensor([0.2, 0.8]))
     loaded = load_adapter(tiny_model("llama"), save_adapter(model, tmp_path))
     assert torch.equal(compute_logits(loaded), compute_logits(model))

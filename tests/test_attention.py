@@ -228,7 +228,8 @@ def test_balanced_assignment_eval_is_causal(seed, shift):
 @settings(max_examples=12)
 def test_random_groups_sizes_equal_shares(seed, raw, layer, top_k):
     shares = torch.tensor(raw) / sum(raw)
-    method = RandomGroups.create(LayerShape(8, 2, 4, layer), groups=len(raw), seed=seed, shares=shares, top_k=top_k)
+    options = {"groups": len(raw), "seed": seed, "shares": shares.tolist(), "top_k": top_k}
+    method = RandomGroups.create(LayerShape(8, 2, 4, layer), **options)
     groups = method.route(torch.zeros(1, 4000, 8), Sequence.plain(1, 4000)).key_groups
     assert groups.sum(-1).eq(1).all()
     torch.testing.assert_close(groups[0].float().mean(0), shares, atol=0.04, rtol=0)

@@ -40,20 +40,20 @@ def make_points(models=("a",)):
 
 @pytest.mark.parametrize("models", [["a"], ["SmolLM2-135M-Instruct", "b", "c"]])
 def test_frontier_has_a_named_curve_of_each_model(models):
-    (ax,) = figures.frontier(make_points(models)).axes
+    (ax,) = figures.draw_frontier(make_points(models)).axes
     assert [text.get_text() for text in ax.texts] == [models[0].replace("-135M-Instruct", " 135M"), *models[1:]]
     assert [list(line.get_xdata()) for line in ax.lines[:2]] == [[20, 40], [25]]
 
 
 def test_frontier_without_a_fit_is_not_drawn():
     points = make_points()
-    assert figures.frontier(points[points.variant == "sparq"]) is None
-    assert figures.frontier(points[points.tokens == 1024]) is None
+    assert figures.draw_frontier(points[points.variant == "sparq"]) is None
+    assert figures.draw_frontier(points[points.tokens == 1024]) is None
 
 
 def test_figures_same_data_give_the_same_bytes(tmp_path):
     for name in ("a", "b"):
-        figures.save_figures({"frontier": figures.frontier(make_points())}, tmp_path / name)
+        figures.save_figures({"frontier": figures.draw_frontier(make_points())}, tmp_path / name)
     assert (tmp_path / "a/frontier.svg").read_bytes() == (tmp_path / "b/frontier.svg").read_bytes()
 
 
