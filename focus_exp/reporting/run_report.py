@@ -106,7 +106,9 @@ def quality_table(rows: pd.DataFrame) -> pd.DataFrame:
         }
         for row in scored
     ]
-    return without_repeated_routing(pd.DataFrame(shown))
+    frame = pd.DataFrame(shown)
+    frame = frame.drop(columns=[name for name in frame if (frame[name] == ABSENT).all()])  # the reference's own
+    return without_repeated_routing(frame)
 
 
 def without_repeated_routing(frame: pd.DataFrame) -> pd.DataFrame:
