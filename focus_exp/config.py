@@ -213,6 +213,11 @@ class DataConfig(Checked):
     hidden_facts: bool = False
 
 
+def data_set(name: str, **values: Any) -> DataConfig:
+    """Return data.* of a file of conf/data, whose own keys take precedence over `values`."""
+    return DataConfig(**values | {key: value for key, value in shipped("data")[name].items() if key != "defaults"})
+
+
 @dataclass
 class EvalConfig(Checked):
     name: str = MISSING
@@ -381,13 +386,13 @@ class Config(Checked):
     @property
     def scored_data(self) -> DataConfig:
         """Return data.* of the held-out text: that of eval.data, with as many tokens, or the run's own."""
-        name = self.eval.data
+        name, data = self.eval.data, self.data
         if name is None:
-            return self.data
-        files = {"name": "files", "source": "files", "files": name, "text_column": self.data.text_column}
-        values = {key: value for key, value in shipped("data").get(name, files).items() if key != "defaults"}
-        caps = {key: getattr(self.data, key) for key in ("max_train_tokens", "max_test_tokens")}
-        return DataConfig(**caps | values)
+            return data
+        caps = {key: getattr(data, key) for key in ("max_train_tokens", "max_test_tokens")}
+        if name in shipped("data"):
+            return data_set(name, **caps)
+        return DataConfig(name="files", source="files", files=name, text_column=data.text_column, **caps)
 
     @property
     def phases(self) -> list[tuple[str, PhaseConfig]]:

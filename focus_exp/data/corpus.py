@@ -16,7 +16,7 @@ from huggingface_hub import dataset_info
 from transformers import PreTrainedTokenizerBase
 
 from focus_exp.assets import Provenance, build_once, explain_substitution, hub_reachable, uses_embedded
-from focus_exp.config import DataConfig, is_shipped, shipped
+from focus_exp.config import DataConfig, data_set, is_shipped
 from focus_exp.data import texts
 from focus_exp.data.books import EMBEDDED
 from focus_exp.data.hidden_facts import hide_facts
@@ -127,8 +127,7 @@ def find_text(cfg: DataConfig, policy: str, cache: Path) -> TextSource:
     if cfg.source in EMBEDDED:
         return find_embedded(cfg.source, cache)
     if cfg.source == "mixture":
-        values = {part: {k: v for k, v in shipped("data")[part].items() if k != "defaults"} for part in cfg.parts}
-        sources = {part: find_text(DataConfig(**values[part]), policy, cache) for part in cfg.parts}
+        sources = {part: find_text(data_set(part), policy, cache) for part in cfg.parts}
         if len({json.dumps(source.identity, sort_keys=True) for source in sources.values()}) < len(sources):
             raise UserError(
                 f"data.parts must be different texts (got {','.join(cfg.parts)}, of which two are the same)."
