@@ -159,9 +159,10 @@ def soft_routing(model: PreTrainedModel, phase: str | None = None) -> Variant:
 
 def hard_routing(model: PreTrainedModel, routing: dict[str, Any], phase: str | None = None) -> Variant:
     """Set hard routing, and return its variant."""
-    soft, name = soft_routing(model, phase), hard_variant(get_attachment(model).method, **routing)
     set_routing(model, hard=True, **routing)
-    return replace(soft, name=name, kind="hard", **routing)
+    method = get_attachment(model).method
+    facts: dict[str, Any] = {"method": method, "causal": is_causal(model), "phase": phase}
+    return Variant(name=hard_variant(method, **routing), kind="hard", **facts, **routing)
 
 
 def causal_counterparts(model: PreTrainedModel, routing: dict[str, Any]) -> Generator[Variant]:
