@@ -88,8 +88,8 @@ def prepare(run: Run) -> Setup:
         UserError: if they are not available or do not fit each other.
     """
     config, cache = run.config, cache_root(run.config.cache_dir)
-    for data in [config.data, config.scored_data][: 1 + (config.eval.data is not None)]:
-        if data.source == "files":  # checked before a model is downloaded or trained
+    for data in (config.data, config.scored_data):  # checked before a model is downloaded or trained
+        if data.source == "files":
             find_texts(str(data.files))
     building = build_kernel(config, run.precision.device)
     places: dict[str, Any] = {"assets": config.assets, "cache": cache}
