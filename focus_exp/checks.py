@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 
 from focus_exp.assets import find_adapter
-from focus_exp.attention.options import did_you_mean, validate_options
+from focus_exp.attention.options import FocusDualOptions, did_you_mean, validate_options
 from focus_exp.config import (
     ATTENTION,
     GROUPS,
@@ -217,7 +217,7 @@ def check_fit(config: Config) -> Iterator[str]:
     if 0 < fit.sequences <= fit.validation_sequences:
         least = f"recipe.fit.validation_sequences={fit.validation_sequences}"
         yield f"recipe.fit.sequences must be > {least} (got {fit.sequences})."
-    for key in sorted({"importance", "ignored_means", "summed_queries"} - {*config.attention.fit_settings}):
+    for key in sorted({*FocusDualOptions.fit_settings} - {*config.attention.fit_settings}):
         if (value := getattr(fit, key)) != (unused := getattr(default, key)):
             yield (
                 f"recipe.fit.{key} must be {unused} with attention={config.attention.name} (got {value}). Leave it "
