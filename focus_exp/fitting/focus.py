@@ -64,14 +64,14 @@ class AttentionProbe(AttentionMethod):
         return torch.cat(outputs, dim=2)
 
 
-def find_routers(model: PreTrainedModel) -> dict[int, Focus]:
+def focus_methods(model: PreTrainedModel) -> dict[int, Focus]:
     """Return the attached Focus methods by layer."""
     return {layer: method for layer, method in attached_methods(model).items() if isinstance(method, Focus)}
 
 
 def warm_start(model: PreTrainedModel, sequences: list[Tensor], steps: int, precision: Precision, seed: int) -> None:
     """Fit every attached router to the model's attention on `sequences`, each `(T,)` token ids."""
-    methods = find_routers(model)
+    methods = focus_methods(model)
     probes = {i: AttentionProbe(m.shape, m.window, m.sinks) for i, m in methods.items()}
     with torch.no_grad(), swap_methods(model, dict(probes)):
         run_forward(model, sequences, precision, "warm start: recording attention")
@@ -114,7 +114,7 @@ def calibrate(model: PreTrainedModel, sequences: list[Tensor], precision: Precis
     The running average lags behind a moving router, and balances mass where hard routing needs counts. A non-causal
     router gets biases too, for its causal counterpart.
     """
-    methods = {i: m for i, m in find_routers(model).items() if m.assignment != "softmax"}
+    methods = {i: m for i, m in focus_methods(model).items() if m.assignment != "softmax"}
     if not methods or not sequences:
         return
     log_assignments: dict[int, list[Tensor]] = {index: [] for index in methods}
@@ -135,7 +135,7 @@ def calibrate(model: PreTrainedModel, sequences: list[Tensor], precision: Precis
 @contextmanager
 def temporary_calibration(model: PreTrainedModel, sequences: list[Tensor], precision: Precision) -> Iterator[None]:
     """Calibrate for the block, and restore the biases that training follows."""
-    potentials = {method: method.router.potential.clone() for method in find_routers(model).values()}
+    potentials = {method: method.router.potential.clone() for method in focus_methods(model).values()}
     calibrate(model, sequences, precision)
     try:
         yield
