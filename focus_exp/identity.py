@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from focus_exp.config import Config
+from focus_exp.config import Config, shipped
 from focus_exp.errors import UserError
 
 ADAPTER = ("method", "options", "layers")  # keys of its description that determine its output
@@ -105,14 +105,14 @@ def hash_adapter(adapter: str) -> list[Any]:
     return [*tensors, *descriptions]
 
 
-def hash_model(place: str) -> str:
+def identify_model(place: str) -> str:
     """Hash the configuration, weights and tokenizer of a local model."""
     from focus_exp.models import files  # imports torch, as only what runs needs
 
     return files.hash_model(place)
 
 
-def hash_texts(place: str) -> list[tuple[str, str]]:
+def identify_texts(place: str) -> list[tuple[str, str]]:
     """Return names and hashes of the texts that data.files names."""
     from focus_exp.data.texts import find_texts  # its package imports torch
 
@@ -121,9 +121,9 @@ def hash_texts(place: str) -> list[tuple[str, str]]:
 
 # keys that name local files -> what replaces the names
 PLACES: dict[str, Callable[[Any], Any]] = {
-    "model.path": hash_model,
-    "data.files": hash_texts,
-    "eval.data": hash_texts,  # not the name of a data set, which names no files
+    "model.path": identify_model,
+    "data.files": identify_texts,
+    "eval.data": lambda place: place if place in shipped("data") else identify_texts(place),
     "adapter": hash_adapter,
     "eval.adapters": lambda adapters: [hash_adapter(adapter) for adapter in adapters],
 }

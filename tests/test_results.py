@@ -108,6 +108,15 @@ def test_identity_has_contents_of_local_files_in_place_of_their_names(tmp_path: 
     assert a == b != c
 
 
+def test_identity_of_a_scored_data_set_ignores_a_folder_of_its_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config("eval.data=books")
+    before = identity(config)
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "text.txt").write_text("one")
+    assert identity(config) == before
+
+
 def test_hash_of_a_large_model_reads_pages_of_it(tmp_path: Path) -> None:
     size, hashes = 3 * 2**30, set()
     (tmp_path / "config.json").write_text("{}")
