@@ -346,7 +346,7 @@ class PerplexityEvaluator:
         variant.group_fractions = scores.pairs.group_fractions
         path_note = f", {scores.path}" if scores.path else ""
         value = exp(float(sequence_means(scores.nll).mean()))
-        log.info("measured: %s, perplexity %.3f (%.1f s%s)", variant.name, value, scores.seconds, path_note)
+        log.info("perplexity of %s: %.3f, scored in %.1f s%s", variant.name, value, scores.seconds, path_note)
 
     def load_or_score(self, variant: Variant, key: str, indices: list[int]) -> Scores:
         """Return the scores of sequences, stored with `key` in a folder named by their numbers and its definition."""
