@@ -124,9 +124,10 @@ def setup_key(config: Config, record: Record) -> str:
 def describe_work(config: Config) -> str:
     """Return one line on what is about to run."""
     phases = ", then ".join(f"{phase.steps} steps ({phase.trainable})" for _, phase in config.phases)
-    fit = f"fit of {config.fitting.steps} steps a layer" if config.fitting else "no training"
+    fit = f"{config.fitting.steps} steps a layer" if config.fitting else "no training"
     work = f"adapter {config.adapter}" if config.adapter else phases or fit
-    what = f"{config.recipe.name} of {name_model(config)} with {config.attention.name} on {name_data(config)}"
+    recipe = config.recipe.name if phases else "fit" if config.fitting else "measurement"
+    what = f"{recipe} of {name_model(config)} with {config.attention.name} on {name_data(config)}"
     return f"{config.job} {config.experiment}: {what}, seed {config.seed}: {work}; {describe_budget(config)}"
 
 
