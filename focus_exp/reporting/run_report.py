@@ -61,8 +61,9 @@ def render_run(results: Results, tables: dict[str, pd.DataFrame]) -> str:
     own = results.rows[results.rows.own_tokens.notna()]
     tokens = {name: f"{name} {count}" for name, count in zip(own["name"], own.train_tokens, strict=True)}
     facts = {"model": run.model, "data": run.data, "training text": run.training_text}
-    facts |= {name: run[name] for name in ("device", "seed", "steps")}
-    facts |= {"training tokens": ", ".join([str(run.train_tokens), *tokens.values()])}
+    facts |= {"device": run.device, "seed": run.seed}
+    if run.train_tokens or tokens:  # not of a comparison, whose variants have theirs
+        facts |= {"steps": run.steps, "training tokens": ", ".join([str(run.train_tokens), *tokens.values()])}
     facts |= {"commit": run.commit, "config": run.config_hash}
     facts |= {"status": run.status if pd.isna(run.error) else f"{run.status}, {run.error}"}
     parts = [f"# {make_title(results)}"]
